@@ -1,0 +1,84 @@
+"""One static key/value cache for drafting and verification.
+
+Every layer has slots [0, capacity) and a length of its own: drafting fills the shallow layers ahead of the deep ones,
+a verify pass lets the deep ones catch up, and `rollback` cuts all of them to the accepted length. Nothing is copied
+and nothing is recomputed. Exit heads keep their own keys and values in further layers behind the target's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Preallocated keys and values, [B, Hkv, capacity, D] a layer, and a length a layer.
+
+    It speaks the `update` of transformers' caches, which is all that attention modules call. Tensors are allocated at
+    a layer's first update, with that layer's own head count, width, dtype and device.
+
+    ``width`` is the fixed number of rows of exact mode: passes of fewer rows are padded up to it and attention always
+    spans the whole capacity, so that the same shapes, hence the same bits, come out however tokens are grouped. None
+    means fast mode: passes as they come, attention over the live slots.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, width: int | None = None) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be positive, got {capacity}")
+        self.capacity, self.width = capacity, width
+        self.lengths = [0] * num_layers
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self._first = self._end = 0
+
+    def open(self, first: int, num_rows: int) -> None:
+        """Say where the rows of the pass about to run are written: slots [first, first + num_rows)."""
+        if first + num_rows > self.capacity:
+            raise ValueError(f"cache holds {self.capacity} slots, a pass needs {first + num_rows}")
+        self._first = first
+        self._end = self.read_end(first, num_rows)
+
+    def read_end(self, first: int, num_rows: int) -> int:
+        """How many slots attention spans in a pass of ``num_rows`` rows from slot ``first``."""
+        return self.capacity if self.width is not None and num_rows <= self.width else first + num_rows
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if keys is None or values is None:
+            keys = self._keys[layer_idx] = key.new_zeros(*key.shape[:2], self.capacity, key.shape[3])
+            values = self._values[layer_idx] = value.new_zeros(*value.shape[:2], self.capacity, value.shape[3])
+        stop = self._first + key.shape[2]
+        keys[:, :, self._first : stop] = key
+        values[:, :, self._first : stop] = value
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def advance(self, layers: range, num_rows: int) -> None:
+        """Count ``num_rows`` more valid rows in ``layers``."""
+        for layer in layers:
+            self.lengths[layer] += num_rows
+
+    def rollback(self, length: int) -> None:
+        """Forget everything from position ``length`` on, in all layers; costs nothing."""
+        # rejected drafts must not stay: the next pass overwrites their slots and masks hide them until then
+        self.lengths = [min(held, length) for held in self.lengths]
+
+    def compact(self, first: int, path: list[int], layers: range) -> None:
+        """Move the accepted rows of a tree to where a chain would have them.
+
+        Row ``path[i]`` of the pass that began at slot ``first`` becomes slot ``first + i``; a chain's path is 0, 1, 2,
+        ... and moves nothing.
+        """
+        if path == list(range(len(path))):
+            return
+        for layer in layers:
+            for tensor in (self._keys[layer], self._values[layer]):
+                if tensor is not None:
+                    rows = torch.tensor([first + row for row in path], device=tensor.device)
+                    tensor[:, :, first : first + len(path)] = tensor.index_select(2, rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated so far."""
+        tensors = [t for t in (*self._keys, *self._values) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,483 @@
+"""The target model, run in parts: embed, any range of layers, logits.
+
+The family's own code stays in charge. At set-up its decoder runs once over positions 0, 1, 2, ... with every layer
+replaced by a recorder; what the recorders were called with (rotary tables, masks, argument names) is the recipe for
+calling the real layers later, a few rows at a time. No modeling file is copied, and `base` is never edited: whatever
+must differ (the attention function, a list of recorders) lives in shallow clones that share parameters and hooks.
+
+Shapes: B batch (1 today), R rows of a pass, T slots, D hidden, V vocabulary, L layers.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from selfspec.cache import KVCache
+from selfspec.kernels import dispatch
+
+ATTENTION = "selfspec"
+NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+SELF_CHECK_TOKENS = 16
+
+
+class UnsupportedModelError(NotImplementedError):
+    """The family cannot be run in parts with the same result; the message names it and says why."""
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over `kernels.dispatch.attention`."""
+    del module
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return dispatch.attention(query, key, value, attention_mask, scale, softcap, s_aux), None
+
+
+def _mask_rule(mask_function: Callable[..., Tensor], **_: Any) -> "MaskRule":
+    return MaskRule(mask_function)
+
+
+AttentionInterface.register(ATTENTION, _attention_forward)
+AttentionMaskInterface.register(ATTENTION, _mask_rule)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRule:
+    """A family's rule of who sees whom (causal, sliding window, chunks), kept as the function it came as."""
+
+    allows: Callable[..., Tensor]
+
+    @property
+    def is_causal(self) -> bool:
+        return self.allows is causal_mask_function
+
+
+class _Recorder(nn.Module):
+    """Stands in a layer's place: notes how the family calls it, passes the hidden state on (or ``replacement``)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # not a submodule: its parameters are none of the shell's business
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.hidden: Tensor | None = None
+        self.replacement: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)  # attention_type and the like
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.hidden, self.call = hidden, (args, kwargs)
+        return hidden if self.replacement is None else self.replacement
+
+
+def shallow_clone(module: nn.Module, **attributes: Any) -> nn.Module:
+    """A second module object over the same parameters, children and hooks; its child table is its own."""
+    clone = copy.copy(module)
+    clone.__dict__["_modules"] = dict(module._modules)
+    clone.__dict__.update(attributes)
+    return clone
+
+
+def detached_clone(module: nn.Module) -> nn.Module:
+    """A whole tree of `shallow_clone`s over the same parameters, with hook tables of its own."""
+    clone = shallow_clone(module)
+    for name in [n for n in clone.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
+        if clone.__dict__[name] is not None:
+            clone.__dict__[name] = type(clone.__dict__[name])()
+    clone.__dict__["_parameters"] = dict(module._parameters)
+    clone.__dict__["_buffers"] = dict(module._buffers)
+    for name, child in module._modules.items():
+        if child is not None:
+            clone._modules[name] = detached_clone(child)
+    return clone
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows of one pass stand: arguments for each kind of layer call."""
+
+    first: int
+    num_rows: int
+    read_end: int
+    parents: tuple[int, ...] | None
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # one a layer, shared between alike layers
+
+
+class Head:
+    """Final norm and output layer, called through the family's own forward (which may scale or cap logits).
+
+    ``norm`` and ``output`` replace the target's own: an exit head brings its own norm and a slice of the vocabulary.
+    """
+
+    def __init__(self, target: "Target", norm: nn.Module | None = None, output: nn.Module | None = None) -> None:
+        self.target = target
+        self.norm = target.norm if norm is None else norm
+        self.output = target.output if output is None else output
+        self._shell, self._recorders = target._make_shell(self.norm, self.output)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [B, R, V] of last-layer states ``hidden`` [B, R, D]."""
+        if self.target.is_plain_head:
+            return self.output(self.norm(hidden))
+        return self.family_forward(hidden)
+
+    def family_forward(self, hidden: Tensor) -> Tensor:
+        """The same through the whole model's forward, its last layer answering ``hidden``."""
+        self._recorders[-1].replacement = hidden
+        try:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            return type(self.target.base).forward(self._shell, input_ids=ids, use_cache=False).logits
+        finally:
+            self._recorders[-1].replacement = None
+
+
+class Target:
+    """A frozen Hugging Face causal language model that runs layer by layer over a `KVCache`.
+
+    Raises UnsupportedModelError where the model has no stack of decoder layers or `self_check` finds a difference.
+    """
+
+    def __init__(self, base: PreTrainedModel, check: bool = True) -> None:
+        if base.training:
+            raise ValueError("the target must be in evaluation mode: call model.eval() first")
+        if getattr(base.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(f"{base.config.model_type}: encoder-decoder models are not supported")
+        self.base = base
+        self.config = base.config.get_text_config()
+        self.num_layers: int = self.config.num_hidden_layers
+        self._path, stack = self._find_layers()
+        self.output: nn.Module = base.get_output_embeddings()
+        decoder = base.get_submodule(".".join(self._path[:-1]))
+        self._norm_name = next((n for n in NORM_NAMES if isinstance(getattr(decoder, n, None), nn.Module)), None)
+        if self._norm_name is None or self.output is None:
+            raise UnsupportedModelError(f"{self.family}: no final norm or no output layer found")
+        self.norm: nn.Module = getattr(decoder, self._norm_name)
+        self._private_config = copy.copy(self.config)
+        self._private_config._attn_implementation_internal = ATTENTION
+        # accelerate's hooks call the original module, whatever clone they hang on: such layers run as they are
+        self.layers: list[nn.Module] = [
+            layer if hasattr(layer, "_hf_hook") else self._with_private_config(layer) for layer in stack
+        ]
+        self._shell, self._recorders = self._make_shell(self.norm, self.output)
+        self._table: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._table_size = 0
+        self._rows_cache: _Rows | None = None
+        self.is_plain_embed = self.is_plain_head = False
+        with torch.no_grad():
+            self.head = Head(self)
+            self._prove_shortcuts()
+            if check:
+                self.self_check()
+
+    @property
+    def family(self) -> str:
+        return str(self.config.model_type)
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width V of the logits, padding of the vocabulary included."""
+        return int(self.output.weight.shape[0])
+
+    # ---- the three primitives ------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor, first: int = 0, depths: Sequence[int] | None = None) -> Tensor:
+        """Input states [B, R, D] of ``tokens`` [B, R] at positions first, first + 1, ... (or first + depths)."""
+        if self.is_plain_embed:
+            return self.base.get_input_embeddings()(tokens)
+        steps = range(tokens.shape[1]) if depths is None else depths
+        positions = torch.tensor([[first + step for step in steps]], device=tokens.device)
+        self._run_shell(input_ids=tokens, position_ids=positions)
+        hidden = self._recorders[0].hidden
+        assert hidden is not None
+        return hidden
+
+    def run_layers(
+        self, hidden: Tensor, start: int, stop: int, cache: KVCache, parents: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run layers [start, stop) on ``hidden`` [B, R, D], the rows behind what those layers hold in ``cache``.
+
+        ``parents`` gives the rows of a draft tree: row i hangs on row parents[i], row 0 on the cache (parents[0] is
+        ignored); None is a chain. Returns the states after layer stop - 1, [B, R, D].
+        """
+        layers = range(start, stop)
+        if any(cache.lengths[i] != cache.lengths[start] for i in layers):
+            raise ValueError(f"layers {start}..{stop - 1} hold different numbers of rows: {cache.lengths}")
+        return self.run_modules(self.layers[start:stop], hidden, layers, cache, parents)
+
+    def run_modules(
+        self,
+        modules: Sequence[nn.Module],
+        hidden: Tensor,
+        slots: range,
+        cache: KVCache,
+        parents: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``."""
+        num_rows = hidden.shape[1]
+        hidden = self._pad(hidden, cache)
+        rows = self._place(cache, cache.lengths[slots.start], hidden.shape[1], parents)
+        cache.open(rows.first, rows.num_rows)
+        for module, slot in zip(modules, slots, strict=True):
+            args, kwargs = rows.calls[min(slot, self.num_layers - 1)]
+            hidden = _only_hidden(module(hidden, *[cache if a is _CACHE else a for a in args], **_with_cache(kwargs, cache)))
+        cache.advance(slots, num_rows)
+        return hidden[:, :num_rows]
+
+    def logits(self, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits [B, R, V] in float32 of states ``hidden`` [B, R, D] after the last layer."""
+        num_rows = hidden.shape[1]
+        if cache is not None:
+            hidden = self._pad(hidden, cache)
+        return self.head(hidden)[:, :num_rows].float()
+
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run one decoder layer without cache over whole sequences ``hidden`` [B, S, D], causally (for training)."""
+        self._prepare(hidden.shape[1])
+        rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, None)
+        args, kwargs = rows.calls[-1]
+        return _only_hidden(block(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None)))
+
+    # ---- proof ---------------------------------------------------------------------------------------------------
+
+    def self_check(self) -> None:
+        """Compare split execution with whole forward passes on 16 tokens; raises UnsupportedModelError.
+
+        1. The layers one range at a time against the family's own forward, with the family's own attention and the
+           same explicit mask: equal to the last bit. 2. This package's attention against the family's: equal up to
+           rounding of the dtype.
+        """
+        generator = torch.Generator().manual_seed(0)
+        high = min(self.vocab_size, self.base.get_input_embeddings().weight.shape[0])
+        tokens = torch.randint(0, high, (1, SELF_CHECK_TOKENS), generator=generator).to(self.device)
+        whole, split = self._whole_and_split(tokens)
+        if not torch.equal(whole, split):
+            gap = (whole.float() - split.float()).abs().max().item()
+            raise UnsupportedModelError(
+                f"{self.family}: running its layers in parts differs from its own forward (largest logit gap {gap:.3g}); "
+                "linear attention, shared or token-dependent layer inputs cannot be split"
+            )
+        whole = self.base(input_ids=tokens, use_cache=False).logits  # its own masks, windows and all
+        cache = KVCache(self.num_layers, SELF_CHECK_TOKENS)
+        ours = self.logits(self.run_layers(self.embed(tokens), 0, self.num_layers, cache))
+        scale = whole.float().abs().max().item() + 1.0
+        tolerance = 64 * torch.finfo(self.dtype).eps * scale
+        gap = (whole.float() - ours).abs().max().item()
+        if not gap <= tolerance:
+            raise UnsupportedModelError(
+                f"{self.family}: its attention differs from softmax attention (logit gap {gap:.3g} > {tolerance:.3g})"
+            )
+
+    def _whole_and_split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the untouched model, and of its own layer modules called one by one, same mask, own attention."""
+        count = tokens.shape[1]
+        allowed = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()[None, None]
+        mask = allowed
+        if self.config._attn_implementation == "eager":
+            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=tokens.device).masked_fill(
+                ~allowed, torch.finfo(self.dtype).min
+            )
+        whole = self.base(input_ids=tokens, attention_mask=self._mask_argument(mask), use_cache=False).logits
+        hidden = self.embed(tokens)
+        self._prepare(count)
+        rows = self._fill(0, count, count, None, mask)
+        for layer, (args, kwargs) in zip(self.base.get_submodule(".".join(self._path)), rows.calls, strict=True):
+            hidden = _only_hidden(layer(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None)))
+        return whole, self.head(hidden)
+
+    def _mask_argument(self, mask: Tensor) -> Any:
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        return dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
+
+    def _prove_shortcuts(self) -> None:
+        """Skip the family's preamble for embedding and head where that is bit-equal."""
+        high = min(self.vocab_size, self.base.get_input_embeddings().weight.shape[0])
+        tokens = torch.arange(SELF_CHECK_TOKENS, device=self.device)[None] % high
+        plain, family = self.base.get_input_embeddings()(tokens), self.embed(tokens)
+        self.is_plain_embed = torch.equal(plain, family)
+        hidden = torch.randn(family.shape, generator=torch.Generator().manual_seed(1)).to(family)
+        self.is_plain_head = torch.equal(self.output(self.norm(hidden)), self.head.family_forward(hidden))
+
+    # ---- how the family calls its layers -------------------------------------------------------------------------
+
+    def _find_layers(self) -> tuple[list[str], nn.ModuleList]:
+        for name, module in self.base.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers and name.split(".")[-1] in (
+                "layers", "h", "blocks",
+            ):
+                return name.split("."), module
+        raise UnsupportedModelError(f"{self.family}: no list of {self.num_layers} decoder layers found")
+
+    def _with_private_config(self, layer: nn.Module) -> nn.Module:
+        clone = shallow_clone(layer)
+        for name, child in layer._modules.items():
+            if child is not None and hasattr(child, "config"):
+                clone._modules[name] = shallow_clone(child, config=self._private_config)
+        return clone
+
+    def _make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
+        """A clone of the whole model whose layers are recorders and whose norm and output are the given ones."""
+        recorders = [_Recorder(layer) for layer in self.base.get_submodule(".".join(self._path))]
+        shell = _bare_clone(self.base, self._private_config)
+        for name, child in self.base._modules.items():
+            if child is self.output:
+                shell._modules[name] = output
+        parent = shell
+        for name in self._path[:-1]:
+            parent._modules[name] = _bare_clone(parent._modules[name], self._private_config)
+            parent = parent._modules[name]
+        parent._modules[self._path[-1]] = nn.ModuleList(recorders)
+        parent._modules[self._norm_name] = norm
+        return shell, recorders
+
+    def _run_shell(self, **inputs: Any) -> None:
+        decoder = self._shell.get_submodule(".".join(self._path[:-1]))
+        type(decoder).forward(decoder, past_key_values=inputs.pop("past_key_values", DynamicCache()), use_cache=True, **inputs)
+
+    @torch.no_grad()
+    def _prepare(self, num_positions: int) -> None:
+        """Record the layer calls for positions 0 .. num_positions - 1, if that many are not recorded yet."""
+        if num_positions <= self._table_size:
+            return
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
+        trained = rope.get("original_max_position_embeddings") or getattr(self.config, "max_position_embeddings", 0)
+        size = max(1024, 1 << (num_positions - 1).bit_length()) + 1  # a size that is no other dimension's
+        if kinds & {"dynamic", "longrope"}:
+            if num_positions > trained:
+                raise UnsupportedModelError(f"{self.family}: {kinds} rotary embeddings beyond {trained} positions")
+            size = trained
+        elif hasattr(self.config, "n_positions") or not rope:
+            size = min(size, getattr(self.config, "max_position_embeddings", size))
+        embeds = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device).expand(1, size, -1)
+        cache, positions = DynamicCache(), torch.arange(size, device=self.device)[None]
+        self._run_shell(inputs_embeds=embeds, position_ids=positions, past_key_values=cache)
+        calls = [r.call for r in self._recorders]
+        self._table = [
+            (tuple(_CACHE if a is cache else a for a in args), {k: _CACHE if v is cache else v for k, v in kw.items()})
+            for args, kw in (c for c in calls if c is not None)
+        ]
+        self._table_size, self._rows_cache = size, None
+
+    def _place(self, cache: KVCache, first: int, num_rows: int, parents: Sequence[int] | None) -> _Rows:
+        read_end = cache.read_end(first, num_rows)
+        tree = None if parents is None else tuple(parents)
+        held = self._rows_cache
+        if held is None or (held.first, held.num_rows, held.read_end, held.parents) != (first, num_rows, read_end, tree):
+            self._prepare(max(cache.capacity, first + num_rows))
+            self._rows_cache = held = self._fill(first, num_rows, read_end, tree, None)
+        return held
+
+    def _fill(
+        self, first: int, num_rows: int, read_end: int, parents: tuple[int, ...] | None, mask: Tensor | None
+    ) -> _Rows:
+        """The recorded calls for rows at slots first ..: tables cut to their positions, rules made into masks."""
+        depths, ancestors = _tree(parents, num_rows)
+        positions = torch.tensor([first + d for d in depths], device=self.device)
+        whole = range(first, first + num_rows) if parents is None else None
+        made: dict[int, Any] = {}
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, MaskRule):
+                value = made.setdefault(
+                    id(value), mask if mask is not None else _mask(value, positions, first, read_end, ancestors)
+                )
+            elif isinstance(value, tuple):
+                value = tuple(cut(v) for v in value)
+            elif isinstance(value, Tensor) and self._table_size in value.shape:
+                if id(value) not in made:
+                    dim = value.shape.index(self._table_size)
+                    rows = value.narrow(dim, whole.start, num_rows) if whole else value.index_select(dim, positions)
+                    made[id(value)] = rows
+                value = made[id(value)]
+            return value
+
+        shared: dict[tuple[Any, ...], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        calls = []
+        for args, kwargs in self._table:
+            key = (*map(id, args), *kwargs, *map(id, kwargs.values()))
+            if key not in shared:
+                shared[key] = (tuple(cut(a) for a in args), {k: cut(v) for k, v in kwargs.items()})
+            calls.append(shared[key])
+        return _Rows(first, num_rows, read_end, parents, calls)
+
+    @staticmethod
+    def _pad(hidden: Tensor, cache: KVCache) -> Tensor:
+        """Exact mode: pad the rows of a decoding pass to the cache's fixed width."""
+        missing = (cache.width or 0) - hidden.shape[1]
+        return nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
+
+
+_CACHE = object()  # placeholder for the cache in a recorded call
+
+
+def _with_cache(kwargs: dict[str, Any], cache: KVCache | None) -> dict[str, Any]:
+    return {k: cache if v is _CACHE else v for k, v in kwargs.items()}
+
+
+def _only_hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _bare_clone(module: Any, config: Any) -> nn.Module:
+    clone = shallow_clone(module, config=config)
+    for name in [n for n in clone.__dict__ if n.endswith("_hooks")]:
+        clone.__dict__[name] = type(clone.__dict__[name])() if clone.__dict__[name] is not None else None
+    return clone
+
+
+def _tree(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Tensor | None]:
+    """Depth of each row, and who is whose ancestor [R, R] (None for a chain)."""
+    if parents is None:
+        return list(range(num_rows)), None
+    depths, ancestors = [0], torch.eye(num_rows, dtype=torch.bool)
+    for row, parent in enumerate(parents[1:], start=1):
+        depths.append(depths[parent] + 1)
+        ancestors[row] |= ancestors[parent]
+    depths += [depths[-1]] * (num_rows - len(depths))  # padding rows: anywhere, they see themselves and the prefix
+    return depths, ancestors
+
+
+def _mask(
+    rule: MaskRule, positions: Tensor, first: int, read_end: int, ancestors: Tensor | None
+) -> Tensor | None:
+    """Boolean [R, T]: which of the slots [0, read_end) each row may see."""
+    num_rows = positions.shape[0]
+    if rule.is_causal and ancestors is None and read_end == first + num_rows and (num_rows == 1 or first == 0):
+        return None
+    slots = torch.arange(read_end, device=positions.device)
+    zero = torch.zeros((), dtype=torch.long, device=positions.device)
+    if ancestors is None:
+        return rule.allows(zero, zero, positions[:, None], slots[None, :])
+    slots[first : first + num_rows] = positions
+    visible = (torch.arange(read_end, device=positions.device) < first).repeat(num_rows, 1)
+    visible[:, first : first + num_rows] = ancestors.to(positions.device)
+    return visible & rule.allows(zero, zero, positions[:, None], slots[None, :])
