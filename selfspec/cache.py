@@ -31,16 +31,11 @@ class KVCache:
         self._values: list[Tensor | None] = [None] * num_layers
         self._first = self._end = 0
 
-    def open(self, first: int, num_rows: int) -> None:
-        """Say where the rows of the pass about to run are written: slots [first, first + num_rows)."""
+    def open(self, first: int, num_rows: int, read_end: int) -> None:
+        """Begin a pass: its rows go to slots [first, first + num_rows), its attention spans slots [0, read_end)."""
         if first + num_rows > self.capacity:
             raise ValueError(f"cache holds {self.capacity} slots, a pass needs {first + num_rows}")
-        self._first = first
-        self._end = self.read_end(first, num_rows)
-
-    def read_end(self, first: int, num_rows: int) -> int:
-        """How many slots attention spans in a pass of ``num_rows`` rows from slot ``first``."""
-        return self.capacity if self.width is not None and num_rows <= self.width else first + num_rows
+        self._first, self._end = first, read_end
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""

@@ -243,9 +243,13 @@ class Target:
     ) -> Tensor:
         """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``."""
         num_rows = hidden.shape[1]
-        hidden = self._pad(hidden, cache)
-        rows = self._place(cache, cache.lengths[slots.start], hidden.shape[1], parents)
-        cache.open(rows.first, rows.num_rows)
+        is_exact = cache.width is not None and slots.start < self.num_layers and num_rows <= cache.width
+        if is_exact:
+            hidden = pad_rows(hidden, cache.width)
+        first = cache.lengths[slots.start]
+        read_end = cache.capacity if is_exact else first + hidden.shape[1]
+        rows = self._place(cache, first, hidden.shape[1], read_end, parents)
+        cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
             args, kwargs = rows.calls[min(slot, self.num_layers - 1)]
             hidden = _only_hidden(module(hidden, *[cache if a is _CACHE else a for a in args], **_with_cache(kwargs, cache)))
@@ -255,8 +259,8 @@ class Target:
     def logits(self, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, R, V] in float32 of states ``hidden`` [B, R, D] after the last layer."""
         num_rows = hidden.shape[1]
-        if cache is not None:
-            hidden = self._pad(hidden, cache)
+        if cache is not None and cache.width is not None:
+            hidden = pad_rows(hidden, cache.width)
         return self.head(hidden)[:, :num_rows].float()
 
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -387,8 +391,9 @@ class Target:
         ]
         self._table_size, self._rows_cache = size, None
 
-    def _place(self, cache: KVCache, first: int, num_rows: int, parents: Sequence[int] | None) -> _Rows:
-        read_end = cache.read_end(first, num_rows)
+    def _place(
+        self, cache: KVCache, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None
+    ) -> _Rows:
         tree = None if parents is None else tuple(parents)
         held = self._rows_cache
         if held is None or (held.first, held.num_rows, held.read_end, held.parents) != (first, num_rows, read_end, tree):
@@ -429,11 +434,11 @@ class Target:
             calls.append(shared[key])
         return _Rows(first, num_rows, read_end, parents, calls)
 
-    @staticmethod
-    def _pad(hidden: Tensor, cache: KVCache) -> Tensor:
-        """Exact mode: pad the rows of a decoding pass to the cache's fixed width."""
-        missing = (cache.width or 0) - hidden.shape[1]
-        return nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
+
+def pad_rows(hidden: Tensor, width: int | None) -> Tensor:
+    """Exact mode: add rows of zeros to ``hidden`` [B, R, D] up to the fixed ``width`` of decoding passes."""
+    missing = (width or 0) - hidden.shape[1]
+    return nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
 
 _CACHE = object()  # placeholder for the cache in a recorded call

@@ -1,0 +1,57 @@
+"""The closed-form start of an exit head: ridge regression onto the states that the borrowed block expects.
+
+One streaming pass accumulates X'X and X'Y in float64; the solution is W = (X'X + lambda I)^-1 X'Y with the mean removed.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Bridge(nn.Module):
+    """One linear map per draft step, from [tap, recalled deep states] to the borrowed block's input.
+
+    Step j = 1, 2, ... reads the tap of its own position and the deep states of the position j before it, the last ones
+    known when that step is drafted. Steps beyond ``num_steps`` use the last map.
+    """
+
+    def __init__(self, hidden_size: int, num_recalls: int, num_steps: int) -> None:
+        super().__init__()
+        width = hidden_size * (1 + num_recalls)
+        self.maps = nn.ModuleList(nn.Linear(width, hidden_size) for _ in range(num_steps if num_recalls else 1))
+
+    def forward(self, taps: Tensor, recalls: Tensor | None, step: int = 1) -> Tensor:
+        """taps [B, R, D], recalls [B, R, n D] of ``step`` positions earlier (None without recall) -> [B, R, D]."""
+        inputs = taps if recalls is None else torch.cat([taps, recalls], dim=-1)
+        return self.maps[min(step, len(self.maps)) - 1](inputs)
+
+
+class RidgeAccumulator:
+    """Sums of a ridge regression from X [N, P] to Y [N, Q], kept in float64."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.num_rows = 0
+        self.xx = torch.zeros(num_inputs, num_inputs, dtype=torch.float64)
+        self.xy = torch.zeros(num_inputs, num_outputs, dtype=torch.float64)
+        self.x_sum = torch.zeros(num_inputs, dtype=torch.float64)
+        self.y_sum = torch.zeros(num_outputs, dtype=torch.float64)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Count rows x [N, P], y [N, Q]; products are made in float32, sums in float64."""
+        x, y = x.float(), y.float()
+        self.num_rows += x.shape[0]
+        self.xx += (x.T @ x).double().cpu()
+        self.xy += (x.T @ y).double().cpu()
+        self.x_sum += x.sum(0).double().cpu()
+        self.y_sum += y.sum(0).double().cpu()
+
+    def solve(self, ridge: float = 1e-3) -> tuple[Tensor, Tensor]:
+        """Weight [Q, P] and bias [Q] in float32; ``ridge`` is relative to the mean variance of the inputs."""
+        if self.num_rows == 0:
+            raise ValueError("no rows were added")
+        x_mean, y_mean = self.x_sum / self.num_rows, self.y_sum / self.num_rows
+        covariance = self.xx / self.num_rows - torch.outer(x_mean, x_mean)
+        cross = self.xy / self.num_rows - torch.outer(x_mean, y_mean)
+        strength = ridge * covariance.diagonal().mean()
+        eye = torch.eye(len(x_mean), dtype=torch.float64)
+        weight = torch.linalg.solve(covariance + strength * eye, cross)  # [P, Q]
+        return weight.T.float().contiguous(), (y_mean - x_mean @ weight).float()

@@ -1,0 +1,248 @@
+"""The decoding loop. Ordinary autoregressive decoding is the same loop with a drafter that drafts nothing.
+
+Shapes: B = 1, K drafted tokens, D hidden, V vocabulary. Position s is the last emitted token t_0, known but not yet run
+through the model; rows 0 .. K of a pass are t_0 .. t_K at positions s .. s + K.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from selfspec.cache import KVCache
+from selfspec.drafter import Drafter
+from selfspec.exits import ExitHead
+from selfspec.sampling import (
+    ACCEPT_STREAM,
+    RECOVER_STREAM,
+    TARGET_STREAM,
+    Sampling,
+    draw,
+    logits_to_probs,
+    require_finite,
+    uniform,
+)
+from selfspec.stats import DecodeStats
+from selfspec.target import Target
+from selfspec.verify import Draft, RowProbs, Verdict, verify_coupled, verify_rejection
+
+RULES = ("coupled", "rejection")
+EXACT_WIDTHS = (4, 8, 16, 32, 64)
+
+
+def exact_width(draft_len: int) -> int:
+    """Row width W of exact mode: the smallest of 4, 8, 16, 32, 64 that holds draft_len + 1 rows."""
+    for width in EXACT_WIDTHS:
+        if width > draft_len:
+            return width
+    raise ValueError(f"draft_len must be at most {EXACT_WIDTHS[-1] - 1}, got {draft_len}")
+
+
+@dataclass
+class DecodeState:
+    """One sequence being decoded: its tokens, the shared cache, and what the next cycle needs."""
+
+    tokens: list[int]  # prompt and emitted tokens
+    cache: KVCache
+    max_length: int  # of prompt and new tokens together
+    vocab_size: int
+    device: torch.device
+    sampling: Sampling = field(default_factory=Sampling)
+    rule: str = "coupled"
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    eos_ids: frozenset[int] = frozenset()
+    min_length: int = 0  # no EOS before this many tokens in all
+    processors: LogitsProcessorList | None = None
+    is_stopped: Callable[[list[int]], bool] = lambda _: False  # user's criteria, on all tokens so far
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    done: bool = False
+    recall: Tensor | None = None  # [1, 1, nD], deep states of position s - 1
+    backlog: tuple[Tensor, Tensor | None] | None = None  # taps, recalls of positions the exit's block has not seen
+
+    @property
+    def num_remaining(self) -> int:
+        """How many tokens may still be emitted."""
+        return self.max_length - len(self.tokens)
+
+    def prefix(self, drafted: Sequence[int]) -> Tensor:
+        """All token ids up to and including ``drafted`` ones, [S]."""
+        return torch.tensor([*self.tokens, *drafted], dtype=torch.long, device=self.device)
+
+    def forbidden(self, position: int) -> Tensor | None:
+        """Mask [V] of ids that may not stand at ``position`` (end of text before the minimal length)."""
+        if position >= self.min_length or not self.eos_ids:
+            return None
+        mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        mask[list(self.eos_ids)] = True
+        return mask
+
+    def probs(self, logits: Tensor, draft: Draft) -> Tensor | RowProbs:
+        """The target's distribution at every row, from ``logits`` [K + 1, V].
+
+        With processors of the user's a function instead, which runs them on accepted rows only, in order.
+        """
+        require_finite(logits, len(self.tokens) - 1)
+
+        def row_probs(row: int, path: list[int]) -> Tensor:
+            drafted = [int(draft.tokens[0, r - 1]) for r in path]
+            prefix, scores = self.prefix(drafted), logits[row : row + 1]
+            if self.processors:
+                scores = self.processors(prefix[None], scores.clone())
+            return logits_to_probs(scores, self.sampling, [prefix], self.forbidden(len(prefix)))[0]
+
+        is_plain = not self.processors and self.sampling.repetition_penalty == 1
+        if is_plain and len(self.tokens) >= self.min_length:
+            return logits_to_probs(logits, self.sampling)[None]
+        return row_probs
+
+    def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
+        """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""
+        path = verdict.path[0, : int(verdict.num_accepted[0])].tolist()
+        emitted: list[int] = []
+        for token in [int(draft.tokens[0, row - 1]) for row in path] + [int(verdict.next_token[0])]:
+            emitted.append(token)
+            self.tokens.append(token)
+            if token in self.eos_ids or self.num_remaining == 0 or self.is_stopped(self.tokens):
+                self.done = True
+                break
+        self._keep(scored, [0, *path])
+        self.stats.num_tokens += len(emitted)
+        return emitted
+
+    def _keep(self, scored: "Scored", rows: list[int]) -> None:
+        """Keep the pass's accepted ``rows``, in the cache and as input for the exit's block."""
+        first = scored.first
+        self.cache.compact(first, rows, range(len(self.cache.lengths)))
+        self.cache.rollback(first + len(rows))
+        if scored.taps is None:
+            return
+        seen = max(self.cache.lengths[-1] - first, 0)  # rows whose keys and values drafting has written already
+        taps = scored.taps[:, rows]
+        recalls = None
+        if scored.recalls is not None:
+            assert self.recall is not None
+            recalls = torch.cat([self.recall, scored.recalls[:, rows]], dim=1)  # recalls[i] lies before row i
+            self.recall, recalls = recalls[:, -1:], recalls[:, :-1]
+        fresh = (taps[:, seen:], None if recalls is None else recalls[:, seen:])
+        self.backlog = fresh if self.backlog is None else _join(self.backlog, fresh)
+
+
+def _join(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    recalls = None if a[1] is None or b[1] is None else torch.cat([a[1], b[1]], dim=1)
+    return torch.cat([a[0], b[0]], dim=1), recalls
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A pass of the target over all rows of a draft."""
+
+    logits: Tensor  # [K + 1, V]; of a prompt the last row alone
+    first: int  # position of row 0
+    taps: Tensor | None  # [1, K + 1, D], states at the exit layer
+    recalls: Tensor | None  # [1, K + 1, nD], deep states that a later draft recalls
+
+
+def score(target: Target, state: DecodeState, draft: Draft, exit_head: ExitHead | None) -> Scored:
+    """Run the rest of the stack on the last token and the draft: from the taps if there are any, else from layer 0."""
+    first = state.cache.lengths[target.num_layers - 1]
+    parents = None if draft.is_chain else [0, *draft.parents[0].tolist()]
+    if draft.taps is not None:
+        assert exit_head is not None
+        return _run(target, state.cache, draft.taps, exit_head.exit_layer, first, exit_head, parents)
+    root = torch.tensor([[state.tokens[-1]]], device=state.device)
+    hidden = _embed(target, torch.cat([root, draft.tokens], dim=1), first, parents)
+    return _run(target, state.cache, hidden, 0, first, exit_head, parents)
+
+
+def prefill(target: Target, state: DecodeState, exit_head: ExitHead | None) -> Scored:
+    """Run the prompt through the whole stack; logits of its last position."""
+    ids = torch.tensor([state.tokens], device=state.device)
+    return _run(target, state.cache, target.embed(ids), 0, 0, exit_head, None, num_logits=1)
+
+
+def _embed(target: Target, tokens: Tensor, first: int, parents: list[int] | None) -> Tensor:
+    depths = [0]
+    for parent in (parents or [])[1:]:
+        depths.append(depths[parent] + 1)
+    return target.embed(tokens, first, depths if parents else None)
+
+
+def _run(
+    target: Target,
+    cache: KVCache,
+    hidden: Tensor,
+    start: int,
+    first: int,
+    exit_head: ExitHead | None,
+    parents: list[int] | None,
+    num_logits: int = 0,
+) -> Scored:
+    """Layers [start, L), stopping at the exit layer and the recalled layers to keep their states."""
+    states = {start: hidden}
+    wanted = [] if exit_head is None else [exit_head.exit_layer, *exit_head.recall_layers]
+    for stop in sorted({mark for mark in (*wanted, target.num_layers) if mark > start}):
+        hidden = target.run_layers(hidden, start, stop, cache, parents)
+        states[stop], start = hidden, stop
+    logits = target.logits(hidden[:, -num_logits:], cache)[0]
+    if exit_head is None:
+        return Scored(logits, first, None, None)
+    recalls = [states[layer] for layer in exit_head.recall_layers]
+    return Scored(logits, first, states[exit_head.exit_layer], torch.cat(recalls, dim=-1) if recalls else None)
+
+
+def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
+    """Apply the state's acceptance rule with noise keyed by its seed and the rows' positions."""
+    probs = state.probs(scored.logits, draft)
+    depths = [0]
+    for parent in draft.parents[0].tolist():
+        depths.append(depths[parent] + 1)
+    positions = [len(state.tokens) + depth for depth in depths]  # of the token that each row predicts
+    ids = torch.arange(state.vocab_size, device=state.device)
+    if state.rule == "coupled":
+        noise = None if state.sampling.is_greedy else uniform(state.seed, TARGET_STREAM, positions, ids)[None]
+        return verify_coupled(probs, draft, noise)
+    accept = uniform(state.seed, ACCEPT_STREAM, positions[:1], torch.arange(draft.num_drafted, device=state.device))
+    recover = uniform(state.seed, RECOVER_STREAM, positions, ids)
+    return verify_rejection(probs, draft, accept, recover[None])
+
+
+def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
+    """Run the prompt and emit the first token; returns it."""
+    began = time.perf_counter()
+    head = drafter.exit_head
+    if head is not None and head.recall_layers:
+        width = target.hidden_size * len(head.recall_layers)
+        state.recall = torch.zeros(1, 1, width, dtype=target.dtype, device=state.device)  # position 0 recalls nothing
+    scored = prefill(target, state, head)
+    num_prompt = len(state.tokens)
+    probs = state.probs(scored.logits, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2))
+    row = probs[0, 0] if isinstance(probs, Tensor) else probs(0, [])
+    ids = torch.arange(state.vocab_size, device=state.device)
+    stream = TARGET_STREAM if state.rule == "coupled" else RECOVER_STREAM
+    noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [num_prompt], ids)[0]
+    token = int(draw(row, noise))
+    state._keep(scored, list(range(num_prompt)))
+    state.tokens.append(token)
+    state.stats.num_tokens += 1
+    state.done = token in state.eos_ids or state.num_remaining == 0 or state.is_stopped(state.tokens)
+    state.stats.prefill_seconds = time.perf_counter() - began
+    return [token]
+
+
+@torch.no_grad()
+def decode(target: Target, drafter: Drafter, state: DecodeState) -> Iterator[list[int]]:
+    """Decode until done; yields the tokens that each cycle emits, the prompt's pass first."""
+    yield start(target, drafter, state)
+    while not state.done:
+        began = time.perf_counter()
+        draft = drafter.propose(state)  # layers [0, N)
+        scored = score(target, state, draft, drafter.exit_head)  # layers [N, L), same cache
+        verdict = judge(state, draft, scored)
+        emitted = state.commit(draft, verdict, scored)  # emit, roll the cache back
+        state.stats.record(draft.num_drafted, int(verdict.num_accepted[0]), len(emitted))
+        state.stats.decode_seconds += time.perf_counter() - began
+        yield emitted

@@ -1,0 +1,117 @@
+"""Drafters: what proposes the tokens of a cycle.
+
+A drafter sees the `DecodeState` and returns a whole `Draft`, so that chains, parallel heads, n-grams or a second model
+fit alike. It may run layers [0, N) of the target over the shared cache; the verify pass takes it from there.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec.exits import ExitHead
+from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, draw, logits_to_probs, uniform
+from selfspec.target import Target
+from selfspec.verify import Draft
+
+if TYPE_CHECKING:
+    from selfspec.decode import DecodeState
+
+PATIENCE = 32  # cycles after which drafting is judged
+MIN_ACCEPTED = 0.05  # accepted drafts per cycle below which drafting switches itself off
+
+
+class Drafter(Protocol):
+    """Proposes tokens; ``exit_head`` tells the loop which taps and deep states to keep for it (None: none)."""
+
+    exit_head: ExitHead | None
+
+    def propose(self, state: "DecodeState") -> Draft:
+        """Draft for the tokens behind ``state``'s last one; an empty draft makes the cycle an ordinary step."""
+        ...
+
+
+class NoDrafter:
+    """Drafts nothing: the loop becomes ordinary autoregressive decoding."""
+
+    exit_head: ExitHead | None = None
+
+    def propose(self, state: "DecodeState") -> Draft:
+        """An empty draft."""
+        return empty_draft(state.device)
+
+
+class ChainDrafter:
+    """Drafts a chain: layers [0, N) and the exit head for every token, each fed with the one before.
+
+    ``draft_len`` is the largest number of drafts k, ``min_confidence`` the probability that all drafts so far and the
+    next one are accepted below which no further token is drawn (decided before the token is drawn, so that a drawn
+    token is always judged).
+    """
+
+    def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
+        self.target, self.exit_head = target, exit_head
+        self.draft_len, self.min_confidence = draft_len, min_confidence
+        self.is_broken = False  # the exit's logits were not finite: no more drafts
+
+    def propose(self, state: "DecodeState") -> Draft:
+        """Draft up to k tokens; the taps of all rows, the last draft's included, go with them."""
+        num_drafts = min(self.draft_len, state.num_remaining - 1)
+        if num_drafts < 1 or self.is_broken or _is_hopeless(state):
+            return empty_draft(state.device)
+        taps = [self._tap(state, state.tokens[-1], 0)]
+        tokens: list[int] = []
+        probs: list[Tensor] = []
+        survival = 1.0
+        for step in range(num_drafts):
+            logits, confidence = self.exit_head.step(self.target, state, taps[-1], step + 1)  # [V_d]
+            survival *= confidence
+            if survival < self.min_confidence:
+                break
+            if not bool(torch.isfinite(logits.amax())):
+                self.is_broken = True
+                break
+            q = self._distribution(logits, state, tokens)
+            tokens.append(self._draw(q, state, len(state.tokens) + step))
+            if state.rule == "rejection":
+                probs.append(self.exit_head.widen(q, self.target.vocab_size))
+            taps.append(self._tap(state, tokens[-1], step + 1))  # the last one buys the bonus token
+            if tokens[-1] in state.eos_ids:
+                break
+        return Draft(
+            tokens=torch.tensor([tokens], dtype=torch.long, device=state.device),
+            parents=torch.arange(len(tokens), device=state.device)[None],
+            probs=torch.stack(probs)[None] if probs else None,
+            taps=torch.cat(taps, dim=1),
+        )
+
+    def _tap(self, state: "DecodeState", token: int, offset: int) -> Tensor:
+        ids = torch.tensor([[token]], device=state.device)
+        hidden = self.target.embed(ids, len(state.tokens) - 1 + offset)
+        return self.target.run_layers(hidden, 0, self.exit_head.exit_layer, state.cache)
+
+    def _distribution(self, logits: Tensor, state: "DecodeState", drafted: list[int]) -> Tensor:
+        position = len(state.tokens) + len(drafted)
+        forbidden = self.exit_head.narrow(state.forbidden(position))
+        prefix = self.exit_head.positions_of(state.prefix(drafted)) if state.sampling.repetition_penalty != 1 else None
+        return logits_to_probs(logits[None], state.sampling, None if prefix is None else [prefix], forbidden)[0]
+
+    def _draw(self, q: Tensor, state: "DecodeState", position: int) -> int:
+        stream = DRAFT_STREAM if state.rule == "rejection" else TARGET_STREAM  # coupled: guess with the same noise
+        ids = self.exit_head.token_ids(self.target)
+        noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
+        return int(ids[draw(q, noise)])
+
+
+def _is_hopeless(state: "DecodeState") -> bool:
+    stats = state.stats
+    return stats.num_cycles >= PATIENCE and stats.num_accepted < MIN_ACCEPTED * stats.num_cycles
+
+
+def empty_draft(device: torch.device) -> Draft:
+    """A draft of no tokens for one sequence."""
+    none = torch.zeros(1, 0, dtype=torch.long, device=device)
+    return Draft(tokens=none, parents=none)
+
+
+DRAFTERS = {"chain": ChainDrafter, "off": NoDrafter}

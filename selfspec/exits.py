@@ -1,0 +1,207 @@
+"""Exit heads: from the state after layer N (the tap) to a guess at the next token.
+
+    tap -> bridge -> one decoder block borrowed from the target -> exit norm -> rows of the target's output layer
+
+The head lives outside the base model and strictly behind the tap, so nothing it learns can change the target. It is an
+ordinary PEFT adapter: LoRA on the borrowed block, and bridge, norm and confidence saved whole. An untrained exit is the
+target's own norm and output layer on the tap (the logit lens).
+
+Shapes: B batch, R rows, D hidden, V vocabulary, V_d drafted vocabulary, n recalled layers.
+"""
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from selfspec.bridge import Bridge
+from selfspec.target import Head, Target, detached_clone
+
+if TYPE_CHECKING:
+    from selfspec.decode import DecodeState
+
+TRAINED_WHOLE = ["bridge", "exit_norm", "confidence"]
+
+
+class ExitConfig(BaseModel):
+    """Shape of one exit head; stored in its sidecar."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exit_layer: int = Field(ge=0, description="N: drafting runs layers [0, N)")
+    recall_layers: tuple[int, ...] = ()  # depths whose states of earlier positions the bridge also reads
+    num_steps: int = Field(default=1, ge=1)  # bridge maps, one per draft step
+    draft_vocab: tuple[int, ...] | None = None  # token ids that the head scores; None: all
+    lora_rank: int = Field(default=32, ge=1)
+    lora_alpha: int = Field(default=64, ge=1)
+    draft_len: int = Field(default=2, ge=0)  # k, chosen from measured costs
+    min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
+
+    def check(self, num_layers: int) -> None:
+        """Raise ValueError unless the exit fits a target of ``num_layers`` layers."""
+        lowest = 0 if self.recall_layers else 1
+        if not lowest <= self.exit_layer < num_layers:
+            raise ValueError(f"exit layer {self.exit_layer} is not in {lowest}..{num_layers - 1}")
+        if any(not self.exit_layer <= layer <= num_layers for layer in self.recall_layers):
+            raise ValueError(f"recalled layers {self.recall_layers} are not in {self.exit_layer}..{num_layers}")
+
+
+class ExitModule(nn.Module):
+    """The trainable parts and the borrowed block, as PEFT sees them. Never registered inside the base model."""
+
+    def __init__(self, target: Target, config: ExitConfig) -> None:
+        super().__init__()
+        config.check(target.num_layers)
+        self.name_or_path = str(target.base.config._name_or_path or target.family)  # PEFT records it
+        size = target.hidden_size
+        self.bridge = Bridge(size, len(config.recall_layers), config.num_steps)
+        self.block = detached_clone(target.layers[-1])  # frozen weights are shared, LoRA goes on top
+        for child in self.block.modules():
+            if hasattr(child, "layer_idx"):
+                child.layer_idx = target.num_layers  # its keys and values get a cache layer of their own
+        self.exit_norm = copy.deepcopy(target.norm)
+        self.confidence = nn.Linear(size, 1)
+        nn.init.zeros_(self.confidence.weight)
+        nn.init.constant_(self.confidence.bias, 4.0)  # untrained: go on drafting
+        self.to(target.device)
+        for name in TRAINED_WHOLE:
+            getattr(self, name).to(target.dtype)
+
+    def forward(self, target: Target, inputs: Tensor) -> Tensor:
+        """Normed states [B, S, D] of whole sequences of bridge outputs ``inputs`` [B, S, D] (training)."""
+        return self.exit_norm(target.run_block(self.block, inputs))
+
+
+def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
+    """A fresh `ExitModule` wrapped by PEFT: LoRA on every linear map of the block, the rest trained whole."""
+    module = ExitModule(target, config)
+    maps = [n for n, m in module.block.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        # full paths: on a bare target nothing matches, and loading there fails instead of adapting the wrong layers
+        target_modules=rf"block\.({'|'.join(n.replace('.', chr(92) + '.') for n in maps)})",
+        modules_to_save=TRAINED_WHOLE,
+    )
+    adapter = get_peft_model(module, lora, autocast_adapter_dtype=False)
+    return adapter.to(target.device)
+
+
+def unwrap(adapter: PeftModel) -> ExitModule:
+    """The `ExitModule` inside a PEFT model."""
+    return adapter.base_model.model
+
+
+def active(module: nn.Module) -> Any:
+    """What PEFT trains in the place of ``module``."""
+    return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module
+
+
+def fold(block: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of ``block`` whose linear maps have LoRA added in, in weights of their own; the target's stay as they are."""
+    clone = detached_clone(block)
+    for path, module in block.named_modules():
+        if isinstance(module, LoraLayer):
+            plain = copy.deepcopy(module.get_base_layer())
+            with torch.no_grad():
+                delta = module.get_delta_weight("default").to(plain.weight.dtype)
+                plain.weight = nn.Parameter((plain.weight + delta).to(dtype), requires_grad=False)
+            clone.get_submodule(path.rpartition(".")[0])._modules[path.rpartition(".")[2]] = plain
+    return clone
+
+
+class ExitHead:
+    """An exit ready to draft. Build with `untrained` or from a trained adapter.
+
+    ``adapter`` is the PEFT model (None for an untrained exit), ``metadata`` the sidecar it came with.
+    """
+
+    def __init__(
+        self, target: Target, name: str, config: ExitConfig, adapter: PeftModel | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        config.check(target.num_layers)
+        self.name, self.config, self.adapter, self.metadata = name, config, adapter, metadata or {}
+        ids = config.draft_vocab
+        self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
+        self.num_slots = target.num_layers + 1  # cache layers needed: the target's and the borrowed block's
+        norm = target.norm
+        if adapter is not None:
+            module = unwrap(adapter)
+            self.bridge, self.confidence = active(module.bridge), active(module.confidence)
+            self.block = fold(module.block, target.dtype)
+            norm = active(module.exit_norm)
+        self.norm = norm
+        with torch.no_grad():
+            self.head = Head(target, norm, slice_output(target.output, self.vocab_ids))
+
+    @classmethod
+    def untrained(cls, target: Target, exit_layer: int) -> "ExitHead":
+        """The target's own norm and output layer on the state after ``exit_layer`` layers, named layer-N."""
+        return cls(target, f"layer-{exit_layer}", ExitConfig(exit_layer=exit_layer, draft_len=2))
+
+    @property
+    def exit_layer(self) -> int:
+        return self.config.exit_layer
+
+    @property
+    def recall_layers(self) -> tuple[int, ...]:
+        return self.config.recall_layers
+
+    def step(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> tuple[Tensor, float]:
+        """Logits [V_d] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D], and the chance that it is accepted."""
+        if self.adapter is None:
+            return self.head(tap)[0, -1].float(), 1.0
+        taps, recalls = tap, state.recall
+        if state.backlog is not None:  # positions accepted since the block last ran: it has no keys for them yet
+            held_taps, held_recalls = state.backlog
+            taps = torch.cat([held_taps, tap], dim=1)
+            recalls = None if held_recalls is None else torch.cat([held_recalls, state.recall], dim=1)
+            state.backlog = None
+        slots = range(target.num_layers, target.num_layers + 1)
+        hidden = target.run_modules([self.block], self.bridge(taps, recalls, step), slots, state.cache)[:, -1:]
+        survives = 1.0
+        if self.config.min_confidence > 0:
+            survives = 1 / (1 + math.exp(-float(self.confidence(self.norm(hidden))[0, 0, 0])))
+        return self.head(hidden)[0, -1].float(), survives
+
+    def token_ids(self, target: Target) -> Tensor:
+        """Token id of every logit, [V_d]."""
+        if self.vocab_ids is not None:
+            return self.vocab_ids
+        return torch.arange(target.vocab_size, device=target.device)
+
+    def narrow(self, mask: Tensor | None) -> Tensor | None:
+        """A mask over the vocabulary [V] as one over the drafted vocabulary [V_d]."""
+        return mask if mask is None or self.vocab_ids is None else mask[self.vocab_ids]
+
+    def positions_of(self, tokens: Tensor) -> Tensor:
+        """Where ``tokens`` [S] stand in the drafted vocabulary; those outside are left out."""
+        if self.vocab_ids is None:
+            return tokens
+        return (self.vocab_ids[None, :] == tokens.unique()[:, None]).nonzero()[:, 1]
+
+    def widen(self, probs: Tensor, vocab_size: int) -> Tensor:
+        """A distribution over the drafted vocabulary [V_d] as one over the whole [V]."""
+        if self.vocab_ids is None:
+            return probs
+        return probs.new_zeros(vocab_size).scatter_(0, self.vocab_ids, probs)
+
+
+def slice_output(output: nn.Module, ids: Tensor | None) -> nn.Module:
+    """The rows ``ids`` of an output layer, as a linear layer of their own."""
+    if ids is None:
+        return output
+    weight, bias = output.weight, getattr(output, "bias", None)
+    small = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    small.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+    if bias is not None:
+        small.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+    return small

@@ -1,0 +1,136 @@
+"""One way to make a distribution, and the noise that draws from it.
+
+Draft and target go through the same `logits_to_probs`; greedy decoding is a one-hot distribution, not a branch. Noise is
+a counter-based hash of (seed, stream, position, token id): every device draws the same numbers, in any order, which is
+what lets a sampled text be the same with and without speculation (the Gumbel-max coupling of draft and target).
+
+Shapes: B batch, R rows, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# disjoint streams of noise: sharing them between drafting, acceptance and recovery would bias the output
+TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM = range(4)
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """The target's logits hold NaN or +Inf; the message gives the position."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a distribution is made from logits; names and order of application are transformers'.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; top_p 0 keeps the most likely token alone.
+    Raises ValueError for values outside their range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_p == 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be >= 0 and finite, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be in [0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be > 0, got {self.repetition_penalty}")
+
+
+def logits_to_probs(
+    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor] | None = None, forbidden: Tensor | None = None
+) -> Tensor:
+    """Distribution [R, V] in float32 of each row of ``logits`` [R, V].
+
+    ``prefixes[r]`` holds all token ids before row r, drafted ones included (for the repetition penalty); ``forbidden``
+    is a boolean mask [V] or [R, V] of ids that get no mass.
+    """
+    logits = logits.float()
+    if sampling.repetition_penalty != 1.0 and prefixes is not None:
+        logits = torch.stack([_penalise(r, p, sampling.repetition_penalty) for r, p in zip(logits, prefixes, strict=True)])
+    if forbidden is not None:
+        logits = logits.masked_fill(forbidden, float("-inf"))
+    if sampling.is_greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if sampling.top_p < 1:
+        logits = _nucleus(logits, sampling.top_p)
+    if sampling.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf"))
+    return logits.softmax(-1)
+
+
+def _penalise(row: Tensor, prefix: Tensor, penalty: float) -> Tensor:
+    seen = row[prefix]
+    return row.scatter(0, prefix, torch.where(seen < 0, seen * penalty, seen / penalty))
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most likely tokens whose mass reaches ``top_p``."""
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+    return logits.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), float("-inf"))
+
+
+def require_finite(logits: Tensor, position: int) -> None:
+    """Raise NonFiniteLogitsError if a row of the target's ``logits`` [R, V] at ``position`` + row has NaN or +Inf."""
+    total = logits.amax(-1)  # one pass: NaN and +Inf both reach the maximum
+    if not bool(torch.isfinite(total).all()):
+        row = int((~torch.isfinite(total)).nonzero()[0, 0])
+        raise NonFiniteLogitsError(f"the target's logits at position {position + row} are not finite")
+
+
+def uniform(seed: int, stream: int, positions: Sequence[int], columns: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), [R, C], a pure function of (seed, stream, position, column).
+
+    ``columns`` [C] are integers, such as token ids: a subset of the vocabulary gets the numbers that the whole has.
+    A 32-bit finaliser (the multiply-xorshift of MurmurHash3) is applied to the column number twice, keyed by a hash of
+    the other three; 24 bits are kept, so that every device makes the same float32.
+    """
+    keys = torch.tensor([_key(seed, stream, p) for p in positions], dtype=torch.int32, device=columns.device)  # [R, 2]
+    bits = _mix(_mix(columns.int()[None, :] ^ keys[:, :1]) + keys[:, 1:])
+    return (((bits >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+
+
+def _mix(bits: Tensor) -> Tensor:
+    for shift, multiplier in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * multiplier
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def _key(seed: int, stream: int, position: int) -> tuple[int, int]:
+    """Two signed 32-bit words from (seed, stream, position): splitmix64 over a packed counter."""
+    state = (seed * 0x9E3779B97F4A7C15 + (position * 4 + stream) * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % 2**64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+    state ^= state >> 31
+    low, high = state & 0xFFFFFFFF, state >> 32
+    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
+
+
+def draw(probs: Tensor, noise: Tensor | None) -> Tensor:
+    """Token ids [R] drawn from ``probs`` [R, V] with uniform ``noise`` [R, V]; ties go to the lowest id.
+
+    argmax(p / -log u) is the Gumbel-max trick argmax(log p + g) with one logarithm less. A one-hot needs no noise.
+    """
+    return (probs if noise is None else probs / noise.log().neg()).argmax(-1)
