@@ -300,6 +300,28 @@ class Target:
                 f"{self.family}: its attention differs from softmax attention (logit gap {gap:.3g} > {tolerance:.3g})"
             )
 
+    @torch.no_grad()
+    def is_row_exact(self, width: int) -> bool:
+        """Whether, at a fixed row width, a row's logits depend neither on its neighbours nor on its index.
+
+        Runs ``width`` tokens behind a short prompt one at a time and in one pass, and compares with `torch.equal`.
+        False for mixture-of-experts models and some quantised kernels: then bit-exact decoding cannot be had.
+        """
+        num_prompt = 7
+        generator = torch.Generator().manual_seed(2)
+        high = min(self.vocab_size, self.base.get_input_embeddings().weight.shape[0])
+        tokens = torch.randint(0, high, (1, num_prompt + width), generator=generator).to(self.device)
+        cache = KVCache(self.num_layers, num_prompt + 2 * width, width)
+
+        def run(first: int, last: int) -> Tensor:
+            hidden = self.run_layers(self.embed(tokens[:, first:last], first), 0, self.num_layers, cache)
+            return self.logits(hidden, cache)
+
+        run(0, num_prompt)
+        single = torch.cat([run(i, i + 1) for i in range(num_prompt, num_prompt + width)], dim=1)
+        cache.rollback(num_prompt)
+        return torch.equal(single, run(num_prompt, num_prompt + width))
+
     def _whole_and_split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the untouched model, and of its own layer modules called one by one, same mask, own attention."""
         count = tokens.shape[1]

@@ -1,0 +1,304 @@
+"""The public face: a frozen target with its exits, and `generate` with transformers' names."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import settings
+from selfspec.cache import KVCache
+from selfspec.decode import RULES, DecodeState, decode, exact_width
+from selfspec.drafter import DRAFTERS, ChainDrafter, Drafter, NoDrafter
+from selfspec.exits import ExitHead
+from selfspec.pretrained import DEFAULT_HUB_ID, load_target_model
+from selfspec.stats import DecodeStats
+from selfspec.storage import load_exits, save_exit
+from selfspec.target import Target
+
+SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
+DEFAULT_DRAFT_LEN = 2
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What `generate` returns."""
+
+    sequences: Tensor  # [1, prompt + new tokens]
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class Emission:
+    """The tokens of one cycle, as they are streamed: accepted drafts first, then the target's own."""
+
+    tokens: list[int]
+    num_accepted: int  # how many of ``tokens`` were drafted
+
+
+class EarlyExitModel:
+    """A causal language model that drafts with its own first layers and verifies with the rest.
+
+    Attributes: ``base`` the untouched transformers model, ``tokenizer`` its tokenizer or None, ``exits`` a dict of
+    `ExitHead` by name, ``target`` the layer-wise view of the base.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        exits: dict[str, ExitHead] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.target, self.tokenizer = target, tokenizer
+        self.exits: dict[str, ExitHead] = exits or {}
+        self._exact_checked: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def base(self) -> PreTrainedModel:
+        return self.target.base
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        exits: str | os.PathLike[str] | Sequence[int] | None = None,
+        revision: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        allow_base_mismatch: bool = False,
+        **kwargs: Any,
+    ) -> "EarlyExitModel":
+        """Load a model and its exits.
+
+        Without arguments: the default model with the exits shipped inside the package. ``exits`` is a folder, a hub id
+        or a list of layers for untrained exits; None means the shipped ones for the default model, none for others.
+        ``kwargs`` go to transformers. Raises ValueError or OSError, in one line, for anything that does not fit.
+        """
+        hf_model, tokenizer = load_target_model(model, revision, dtype, device, **kwargs)
+        if exits is None and (model is None or str(model) == DEFAULT_HUB_ID) and SHIPPED_EXITS.is_dir():
+            exits = SHIPPED_EXITS
+        return cls.from_target(hf_model, exits, tokenizer, allow_base_mismatch)
+
+    @classmethod
+    def from_target(
+        cls,
+        hf_model: PreTrainedModel,
+        exits: str | os.PathLike[str] | Sequence[int] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        allow_base_mismatch: bool = False,
+    ) -> "EarlyExitModel":
+        """Wrap a loaded transformers model; ``exits`` as in `from_pretrained`, [2, 6] gives untrained layer-2, layer-6."""
+        target = Target(hf_model)
+        if exits is None:
+            heads = {}
+        elif isinstance(exits, str | os.PathLike):
+            heads = load_exits(target, exits, tokenizer, allow_base_mismatch)
+        else:
+            heads = {head.name: head for head in (ExitHead.untrained(target, layer) for layer in exits)}
+        return cls(target, heads, tokenizer)
+
+    @property
+    def default_exit(self) -> ExitHead | None:
+        """The exit with the best recorded speedup; the first one where none is recorded."""
+        heads = list(self.exits.values())
+        return max(heads, key=lambda h: h.metadata.get("metrics", {}).get("speedup", 0.0)) if heads else None
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the trained exits, one folder each, into ``folder``; never the base."""
+        trained = [h for h in self.exits.values() if h.adapter is not None]
+        if not trained:
+            raise ValueError("no trained exit to save; untrained exits are rebuilt with exits=[layers]")
+        for head in trained:
+            save_exit(head, self.target, Path(folder) / head.name, self.tokenizer)
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, revision: str | None = None) -> None:
+        """Upload the trained exits (never the base) to the Hugging Face hub."""
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            api = HfApi()
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision)
+
+    # ---- generating ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        streamer: BaseStreamer | None = None,
+        **kwargs: Any,
+    ) -> GenerateOutput:
+        """Generate as ``transformers.generate`` does, with the same text and in less time.
+
+        input_ids [1, S]. ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
+        ...; a temperature > 0 samples without do_sample=True) and: ``draft`` "chain" or "off"; ``exit`` (a name) or
+        ``exit_layer``; ``draft_len``, the largest number of drafts; ``exact``, bit-exact mode (default: on in bf16 and
+        fp16); ``acceptance`` "coupled" or "rejection"; ``seed`` or ``generator``. Raises ValueError for settings out of
+        range, NotImplementedError for batches, beams and several sequences, RuntimeError when another thread is
+        generating on this model, NonFiniteLogitsError when the target's logits are NaN or infinite.
+        """
+        stream = self.stream(
+            input_ids, attention_mask, generation_config, logits_processor, stopping_criteria, **kwargs
+        )
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        tokens: list[int] = []
+        for emission in stream:
+            tokens += emission.tokens
+            if streamer is not None:
+                streamer.put(torch.tensor(emission.tokens))
+        if streamer is not None:
+            streamer.end()
+        new = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
+        return GenerateOutput(torch.cat([input_ids, new], dim=1), stream.stats)
+
+    def stream(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **kwargs: Any,
+    ) -> "Stream":
+        """`generate` as an iterator of `Emission`s, one a cycle; settings are checked at once, work starts with `next`."""
+        options = settings.DecodeOptions.from_kwargs(kwargs)
+        tokens = settings.prompt_tokens(input_ids, attention_mask)
+        generation = settings.resolve_generation(self.base, generation_config, kwargs, len(tokens))
+        drafter, draft_len = self._drafter(options)
+        exact = options.exact if options.exact is not None else self.target.dtype in (torch.bfloat16, torch.float16)
+        width = exact_width(draft_len) if exact else None
+        max_length = settings.max_length(self.target, generation, len(tokens))
+        capacity = max_length + (width or draft_len + 1)
+        state = DecodeState(
+            tokens=tokens,
+            cache=KVCache(self.target.num_layers + 1, capacity, width),
+            max_length=max_length,
+            vocab_size=self.target.vocab_size,
+            device=self.target.device,
+            sampling=settings.sampling(generation),
+            rule=options.acceptance,
+            seed=options.draw_seed(),
+            eos_ids=settings.eos_ids(generation),
+            min_length=settings.min_length(generation, len(tokens)),
+            processors=settings.processors(self.base, generation, logits_processor, len(tokens)),
+            is_stopped=settings.stop_rule(generation, stopping_criteria, self.tokenizer, self.target.device),
+        )
+        return Stream(self, drafter, state)
+
+    def _drafter(self, options: "settings.DecodeOptions") -> tuple[Drafter, int]:
+        head = self._exit(options)
+        draft_len = options.draft_len
+        if draft_len is None:
+            draft_len = DEFAULT_DRAFT_LEN if head is None else head.config.draft_len
+        kind = options.draft or ("chain" if head is not None else "off")
+        if kind not in DRAFTERS:
+            raise ValueError(f"draft={kind!r}; choose one of {', '.join(DRAFTERS)}")
+        if options.acceptance not in RULES:
+            raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
+        if draft_len < 0:
+            raise ValueError(f"draft_len must be >= 0, got {draft_len}")
+        exact_width(draft_len)  # also refuses more rows than a verify pass takes
+        if kind == "off" or draft_len == 0:
+            return NoDrafter(), draft_len
+        if head is None:
+            raise ValueError('this model has no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
+        return ChainDrafter(self.target, head, draft_len, head.config.min_confidence), draft_len
+
+    def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
+        if options.exit is not None:
+            if options.exit not in self.exits:
+                raise ValueError(f"no exit {options.exit!r}; there are: {', '.join(self.exits) or 'none'}")
+            return self.exits[options.exit]
+        if options.exit_layer is not None:
+            fitting = [h for h in self.exits.values() if h.exit_layer == options.exit_layer]
+            if not fitting:
+                layers = sorted({h.exit_layer for h in self.exits.values()})
+                raise ValueError(
+                    f"no exit at layer {options.exit_layer}; there are exits at {layers or 'no layer'} "
+                    f"of 1..{self.target.num_layers - 1}"
+                )
+            return fitting[0]
+        return self.default_exit
+
+    def custom_generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        attention_mask: Tensor | None = None,
+        draft: str | None = None,
+        exit: str | None = None,  # noqa: A002
+        exit_layer: int | None = None,
+        draft_len: int | None = None,
+        exact: bool | None = None,
+        acceptance: str = "coupled",
+        seed: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """For ``hf_model.generate(..., custom_generate=model.custom_generate)``; returns sequences [1, S]."""
+        if model is not self.base:
+            raise ValueError("custom_generate belongs to another model than the one generating")
+        output = self.generate(
+            input_ids, attention_mask, generation_config, settings.own_processors(logits_processor), stopping_criteria,
+            draft=draft, exit=exit, exit_layer=exit_layer, draft_len=draft_len, exact=exact, acceptance=acceptance,
+            seed=seed,
+        )  # fmt: skip
+        return output.sequences
+
+    def _require_exact(self, width: int) -> None:
+        """Refuse exact mode where this model's rows depend on their neighbours or on their index."""
+        if width not in self._exact_checked:
+            if not self.target.is_row_exact(width):
+                raise ValueError(
+                    f"{self.target.family}: a row's logits depend on the rows beside it in {self.target.dtype}, so exact "
+                    "mode cannot hold; pass exact=False (--no-exact)"
+                )
+            self._exact_checked.add(width)
+
+
+class Stream:
+    """A generation under way: iterate for `Emission`s; ``stats`` fills as it goes."""
+
+    def __init__(self, model: EarlyExitModel, drafter: Drafter, state: DecodeState) -> None:
+        self._model, self._drafter, self._state = model, drafter, state
+
+    @property
+    def stats(self) -> DecodeStats:
+        return self._state.stats
+
+    def __iter__(self) -> Iterator[Emission]:
+        model, state = self._model, self._state
+        if not model._lock.acquire(blocking=False):
+            raise RuntimeError("another thread is generating on this model; load one EarlyExitModel per thread")
+        try:
+            if state.cache.width is not None:
+                model._require_exact(state.cache.width)
+            num_accepted = 0
+            for tokens in decode(model.target, self._drafter, state):
+                accepted = state.stats.num_accepted - num_accepted
+                num_accepted = state.stats.num_accepted
+                yield Emission(tokens, min(accepted, len(tokens)))
+        finally:
+            model._lock.release()

@@ -1,0 +1,240 @@
+"""Exits on disk: one folder per exit, a PEFT adapter with a sidecar.
+
+    NAME/adapter_config.json, adapter_model.safetensors     what any PEFT user recognises
+    NAME/selfspec_config.json                               settings, fingerprint of the base, sha256, training, metrics
+    NAME/README.md                                          model card
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.target import Target
+
+FORMAT_VERSION = 1
+SIDECAR, WEIGHTS = "selfspec_config.json", "adapter_model.safetensors"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SAMPLES = 64  # values of each tensor that enter the fingerprint
+
+
+class ExitMismatchError(ValueError):
+    """An exit does not belong to this target, or its files are not what they were."""
+
+
+def fingerprint(base: nn.Module) -> str:
+    """Hash of names, shapes and sampled values of the base's tensors, the same in whatever dtype they were loaded."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(base.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        if tensor.is_floating_point() and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
+            digest.update(flat[places.to(flat.device)].bfloat16().view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the vocabulary: every token with its id."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def save_exit(
+    exit_head: ExitHead,
+    target: Target,
+    folder: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    training: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
+) -> Path:
+    """Write a trained exit to ``folder`` in bfloat16; the folder appears whole or not at all.
+
+    ``training`` and ``metrics`` go into the sidecar and default to those the exit was loaded with. Raises ValueError
+    for an untrained exit (nothing to save) and FileExistsError where ``folder`` already is something else.
+    """
+    if exit_head.adapter is None:
+        raise ValueError(f"exit {exit_head.name!r} is untrained: there is nothing to save")
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / SIDECAR).is_file():
+        raise FileExistsError(f"{folder} is not empty and holds no exit")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
+    try:
+        exit_head.adapter.save_pretrained(temporary)
+        state = {k: v.detach().bfloat16().contiguous().cpu() for k, v in load_file(temporary / WEIGHTS).items()}
+        save_file(state, temporary / WEIGHTS, metadata={"format": "pt"})
+        sidecar = _sidecar(exit_head, target, tokenizer, training, metrics)
+        sidecar["weights_sha256"] = _sha256(temporary / WEIGHTS)
+        (temporary / SIDECAR).write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
+        (temporary / "README.md").write_text(_model_card(exit_head.name, sidecar), encoding="utf-8")
+        temporary.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
+            os.rename(folder, old / "exit")
+            os.rename(temporary, folder)
+            shutil.rmtree(old)
+        else:
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _sidecar(
+    exit_head: ExitHead,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None,
+    training: dict[str, Any] | None,
+    metrics: dict[str, Any] | None,
+) -> dict[str, Any]:
+    held = exit_head.metadata
+    return {
+        "format_version": FORMAT_VERSION,
+        "head": exit_head.config.model_dump(mode="json"),
+        "base": {
+            "id": held.get("base", {}).get("id") or target.base.config._name_or_path or target.family,
+            "revision": getattr(target.base.config, "_commit_hash", None),
+            "num_layers": target.num_layers,
+            "hidden_size": target.hidden_size,
+            "fingerprints": held.get("base", {}).get("fingerprints") or [fingerprint(target.base)],
+        },
+        "tokenizer_sha256": tokenizer_hash(tokenizer) if tokenizer else held.get("tokenizer_sha256"),
+        "training": training if training is not None else held.get("training", {}),
+        "metrics": metrics if metrics is not None else held.get("metrics", {}),
+    }
+
+
+def _model_card(name: str, sidecar: dict[str, Any]) -> str:
+    head = {k: v for k, v in sidecar["head"].items() if k != "draft_vocab"}
+    rows = "\n".join(f"| {k} | {v} |" for k, v in {**head, **sidecar["metrics"]}.items() if not isinstance(v, dict))
+    return (
+        f"---\nlibrary_name: peft\nbase_model: {sidecar['base']['id']}\ntags: [selfspec, speculative-decoding]\n---\n\n"
+        f"# Exit head `{name}`\n\nDrafts tokens for lossless self-speculative decoding with "
+        f"`{sidecar['base']['id']}`:\n\n```python\nfrom selfspec import EarlyExitModel\n\n"
+        f'model = EarlyExitModel.from_pretrained("{sidecar["base"]["id"]}", exits="path/of/this/folder")\n```\n\n'
+        f"| setting or metric | value |\n|---|---|\n{rows}\n"
+    )
+
+
+def load_exits(
+    target: Target,
+    source: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    allow_base_mismatch: bool = False,
+    revision: str | None = None,
+) -> dict[str, ExitHead]:
+    """All exits in ``source``, a folder (of one exit, or of one folder per exit) or a hub id, by name.
+
+    Raises ExitMismatchError where an exit was trained for another base, unless ``allow_base_mismatch`` (the text stays
+    lossless, drafts get worse), or where its files are damaged; FileNotFoundError where there is no exit.
+    """
+    folder = _local(source, revision)
+    folders = [folder] if (folder / SIDECAR).is_file() else sorted(p.parent for p in folder.glob(f"*/{SIDECAR}"))
+    if not folders:
+        raise FileNotFoundError(f"{source}: no exit found (a folder with {SIDECAR}, or a folder of such folders)")
+    return {f.name: load_exit(target, f, tokenizer, allow_base_mismatch) for f in folders}
+
+
+def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    text = str(source)
+    if not re.fullmatch(rf"{NAME.pattern}/{NAME.pattern}", text) or ".." in text:
+        raise ValueError(f"{text!r} is neither a folder nor a hub id (owner/name)")
+    try:
+        return Path(snapshot_download(text, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
+    except Exception as error:  # the hub client raises many kinds; all mean that the exits are not to be had
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OSError(f"cannot fetch exits {text!r}: {reason}; check the name and the network, or pass a folder") from error
+
+
+def load_exit(
+    target: Target,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    allow_base_mismatch: bool = False,
+) -> ExitHead:
+    """One exit from its folder; see `load_exits`."""
+    if not NAME.fullmatch(folder.name):
+        raise ValueError(f"exit name {folder.name!r}: only letters, digits, '.', '_' and '-'")
+    sidecar = _read_sidecar(folder)
+    config = ExitConfig(**sidecar["head"])
+    base = sidecar["base"]
+    if (base["num_layers"], base["hidden_size"]) != (target.num_layers, target.hidden_size):
+        raise ExitMismatchError(
+            f"{folder}: made for {base['id']} ({base['num_layers']} layers, hidden {base['hidden_size']}), "
+            f"not for {target.base.config._name_or_path or target.family} "
+            f"({target.num_layers} layers, hidden {target.hidden_size})"
+        )
+    if not allow_base_mismatch:
+        _check_base(target, folder, sidecar, tokenizer)
+    state = _read_weights(folder, sidecar)
+    adapter = build_adapter(target, config)
+    expected = {k: v.shape for k, v in get_peft_model_state_dict(adapter).items()}
+    wrong = sorted({k for k in {*expected, *state} if k not in state or k not in expected or state[k].shape != expected[k]})
+    if wrong:
+        raise ExitMismatchError(f"{folder / WEIGHTS}: {len(wrong)} tensors missing, unknown or misshapen, e.g. {wrong[0]}")
+    set_peft_model_state_dict(adapter, {k: v.to(target.dtype) for k, v in state.items()})
+    return ExitHead(target, folder.name, config, adapter.eval().requires_grad_(False), sidecar)
+
+
+def _read_sidecar(folder: Path) -> dict[str, Any]:
+    path = folder / SIDECAR
+    try:
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+        if sidecar["format_version"] != FORMAT_VERSION:
+            raise ExitMismatchError(f"{path}: format {sidecar['format_version']}, this version reads {FORMAT_VERSION}")
+        ExitConfig(**sidecar["head"])
+        sidecar["base"]["fingerprints"], sidecar["weights_sha256"]
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (KeyError, TypeError, json.JSONDecodeError, ValidationError, UnicodeDecodeError) as error:
+        raise ExitMismatchError(f"{path}: not a valid exit ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+    if adapter.get("r") != sidecar["head"]["lora_rank"]:
+        raise ExitMismatchError(f"{folder}: adapter_config.json has rank {adapter.get('r')}, the sidecar {sidecar['head']['lora_rank']}")
+    return dict(sidecar)
+
+
+def _read_weights(folder: Path, sidecar: dict[str, Any]) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ExitMismatchError(f"{path}: missing, truncated or damaged ({error})") from error
+    if _sha256(path) != sidecar["weights_sha256"]:
+        raise ExitMismatchError(f"{path}: sha256 differs from the one recorded in {SIDECAR}; fetch the exit again")
+    return state
+
+
+def _check_base(
+    target: Target, folder: Path, sidecar: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    remedy = "pass allow_base_mismatch=True (--allow-base-mismatch) to use it all the same"
+    found = fingerprint(target.base)
+    if found not in sidecar["base"]["fingerprints"]:
+        raise ExitMismatchError(
+            f"{folder}: trained for other weights than these (base {sidecar['base']['id']}, fingerprint "
+            f"{sidecar['base']['fingerprints'][0][:12]}, found {found[:12]}); {remedy}"
+        )
+    recorded = sidecar.get("tokenizer_sha256")
+    if recorded and tokenizer is not None and tokenizer_hash(tokenizer) != recorded:
+        raise ExitMismatchError(f"{folder}: trained with another tokenizer; {remedy}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
