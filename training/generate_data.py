@@ -1,0 +1,284 @@
+"""The target writes its own training data, in batches, into shards that a later call continues.
+
+B rows of a batch, T positions cached, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.training.data import (
+    FORMAT_VERSION,
+    Prompt,
+    Row,
+    prompt_ids,
+    read_manifest,
+    read_prompts,
+    write_atomically,
+    write_shard,
+)
+
+logger = logging.getLogger(__name__)
+
+MARK = "USERTURNBEGINSHERE"  # splits a template in two at the user's text
+WINDOW = 8  # batches are cut from windows of this many, sorted by length, so that little is padding
+
+
+@dataclass
+class _Progress:
+    """What has been written; the manifest is this, plus the settings."""
+
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    num_batches: int = 0
+    num_answer_tokens: int = 0
+    num_rows: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+def write_data(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | os.PathLike[str],
+    num_tokens: int,
+    prompts: str | os.PathLike[str] | None = None,
+    temperatures: Sequence[float] = (0.0, 0.8),
+    batch_size: int = 64,
+    max_new_tokens: int = 160,
+    max_prompt_tokens: int = 512,
+    shard_tokens: int = 20_000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Let the target write num_tokens answer tokens into out_dir; returns the manifest.
+
+    prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl (see read_prompts), in
+    an order that keeps every category's share in any prefix. Rows of a batch take the temperatures in turn. A second
+    call with the same settings continues where the first stopped, and ends with the same rows as one whole call: noise
+    depends on (seed, batch number) alone. Raises ValueError when out_dir holds data of other settings, BlockingIOError
+    when another process writes there.
+    """
+    folder = Path(out_dir)
+    settings = {
+        "model": Path(str(model.config.name_or_path)).name, "dtype": str(model.dtype).removeprefix("torch."),
+        "tokenizer_sha256": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+        "kind": "prompts" if prompts else "self",
+        "prompts_sha256": hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None,
+        "temperatures": list(temperatures), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens, "shard_tokens": shard_tokens, "seed": seed,
+    }  # fmt: skip
+    done = Counter()
+    plan = _plan(read_prompts(prompts), tokenizer, batch_size, max_prompt_tokens, seed, done) if prompts else None
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder), _bar() as bar:
+        state = _resume(folder, settings) or _Progress(skipped=done)
+        task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
+        start_tokens, pending = state.num_answer_tokens, []
+        while state.num_answer_tokens + _count(pending) < num_tokens:
+            if plan is not None and state.num_batches >= len(plan):
+                logger.warning("all prompts used: %d answer tokens of %d", state.num_answer_tokens, num_tokens)
+                break
+            pending += _write_batch(model, tokenizer, plan, settings, state)
+            total = state.num_answer_tokens + _count(pending)
+            elapsed = bar.tasks[task].elapsed or 1e-9
+            bar.update(task, completed=total, speed=(total - start_tokens) / elapsed)
+            if _count(pending) >= shard_tokens or total >= num_tokens:
+                _save(folder, settings, state, pending, model.config.get_text_config().vocab_size)
+                pending = []
+        if pending:
+            _save(folder, settings, state, pending, model.config.get_text_config().vocab_size)
+    return read_manifest(folder)
+
+
+@torch.inference_mode()
+def sample_batch(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    temperatures: Tensor,  # [B], 0 is greedy
+    max_new_tokens: int,
+    generator: torch.Generator,
+) -> list[list[int]]:
+    """Continue each prompt up to its end token (kept) or max_new_tokens. Finished rows leave the batch as they come."""
+    eos = torch.tensor(_eos_ids(model), device=model.device)
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)  # [B, T], left-padded
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    temperatures, positions = temperatures.to(model.device), (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, rows = DynamicCache(config=model.config), torch.arange(len(prompts))
+    answers: list[list[int]] = [[] for _ in prompts]
+    for _ in range(max_new_tokens):
+        logits = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+        ).logits[:, -1]  # [B, V]
+        tokens = _sample(logits.float(), temperatures, generator)  # [B]
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            answers[row].append(token)
+        alive = ~torch.isin(tokens, eos)
+        if not alive.any():
+            break
+        if not alive.all():
+            cache.batch_select_indices(alive.nonzero()[:, 0])
+            rows, tokens, mask, positions = rows[alive.cpu()], tokens[alive], mask[alive], positions[alive]
+            temperatures = temperatures[alive]
+        ids, positions = tokens[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)  # [B, T + 1]
+    return answers
+
+
+def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
+    """Greedy rows take the argmax, the others invert the cumulative distribution: one random number a row, not V."""
+    tokens = logits.argmax(-1)  # [B]
+    warm = temperatures > 0
+    if warm.any():
+        total = (logits[warm] / temperatures[warm, None]).softmax(-1).cumsum(-1)  # [W, V]
+        draws = torch.rand(len(total), 1, generator=generator, device=logits.device) * total[:, -1:]
+        tokens[warm] = torch.searchsorted(total, draws, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens
+
+
+def _write_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: list[list[list[int]]] | None,
+    settings: dict[str, Any],
+    state: _Progress,
+) -> list[Row]:
+    number = state.num_batches
+    generator = torch.Generator(model.device).manual_seed(settings["seed"] * 1_000_003 + number)
+    prompts = _user_turns(model, tokenizer, settings, generator, state.skipped) if plan is None else plan[number]
+    choices = settings["temperatures"]
+    temperatures = [choices[(number + row) % len(choices)] for row in range(len(prompts))]
+    answers = sample_batch(model, prompts, torch.tensor(temperatures), settings["max_new_tokens"], generator)
+    eos, rows = set(_eos_ids(model)), []
+    for prompt, answer, temperature in zip(prompts, answers, temperatures, strict=True):
+        if all(token in eos for token in answer):
+            state.skipped["empty answer"] += 1
+        else:
+            rows.append(Row(np.array(prompt + answer), len(prompt), temperature))
+    state.num_batches += 1
+    return rows
+
+
+def _user_turns(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, Any],
+    generator: torch.Generator,
+    skipped: Counter[str],
+) -> list[list[int]]:
+    """Prompts whose user turn the target wrote itself; without a chat template, the bare start of a text."""
+    size = settings["batch_size"]
+    if not tokenizer.chat_template:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        return [[start]] * size
+    text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    before = tokenizer.encode(text.split(MARK)[0], add_special_tokens=False)
+    warm, max_new_tokens = torch.full((size,), 0.8), settings["max_prompt_tokens"] // 2
+    turns = sample_batch(model, [before] * size, warm, max_new_tokens, generator)
+    eos, prompts = set(_eos_ids(model)), []
+    for turn in turns:
+        content = tokenizer.decode([token for token in turn if token not in eos], skip_special_tokens=True).strip()
+        if not content:
+            skipped["empty user turn"] += 1
+        elif turn[-1] not in eos:
+            skipped["over-long user turn"] += 1
+        else:
+            prompts.append(prompt_ids(tokenizer, [{"role": "user", "content": content}]))
+    return prompts or [prompt_ids(tokenizer, [{"role": "user", "content": "Hello"}])]
+
+
+def _plan(
+    prompts: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    max_prompt_tokens: int,
+    seed: int,
+    skipped: Counter[str],
+) -> list[list[list[int]]]:
+    """Batches of prompt ids: shuffled, every category spread evenly, alike lengths together within a window."""
+    rng = np.random.default_rng(seed)
+    strata = defaultdict(list)
+    for prompt in prompts:
+        ids = prompt_ids(tokenizer, prompt.messages)
+        if len(ids) <= max_prompt_tokens:
+            strata[prompt.category].append(ids)
+        else:
+            skipped["over-long prompt"] += 1
+    keyed = []
+    for category in sorted(strata):
+        members = strata[category]
+        keys = (rng.permutation(len(members)) + rng.random()) / len(members)
+        keyed += zip(keys.tolist(), members, strict=True)
+    ordered = [ids for _, ids in sorted(keyed, key=lambda pair: pair[0])]
+    batches = []
+    for begin in range(0, len(ordered), WINDOW * batch_size):
+        window = sorted(ordered[begin : begin + WINDOW * batch_size], key=len)
+        cut = [window[i : i + batch_size] for i in range(0, len(window), batch_size)]
+        batches += [cut[i] for i in rng.permutation(len(cut))]
+    return batches
+
+
+def _eos_ids(model: PreTrainedModel) -> list[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = model.config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _count(rows: list[Row]) -> int:
+    return sum(row.num_answer_tokens for row in rows)
+
+
+def _save(folder: Path, settings: dict[str, Any], state: _Progress, rows: list[Row], vocab_size: int) -> None:
+    name = f"shard-{len(state.shards):05d}.safetensors"
+    digest = write_shard(folder / name, rows, vocab_size)
+    state.shards.append({"file": name, "sha256": digest, "num_rows": len(rows), "num_answer_tokens": _count(rows)})
+    state.num_rows += len(rows)
+    state.num_answer_tokens += _count(rows)
+    manifest = {"format_version": FORMAT_VERSION, "settings": settings, **vars(state)}
+    write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+
+
+def _resume(folder: Path, settings: dict[str, Any]) -> _Progress | None:
+    if not (folder / "manifest.json").is_file():
+        return None
+    manifest = read_manifest(folder)
+    old = manifest["settings"]
+    changed = [f"{key}: {old.get(key)} -> {value}" for key, value in settings.items() if old.get(key) != value]
+    if changed:
+        raise ValueError(f"{folder} holds data of other settings ({'; '.join(changed)}); choose another folder")
+    state = {key: manifest[key] for key in ("shards", "num_batches", "num_answer_tokens", "num_rows")}
+    return _Progress(**state, skipped=Counter(manifest["skipped"]))
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One writer a folder; the lock goes with the process, however it ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{folder}: another process is writing there") from error
+        yield
+
+
+def _bar() -> Progress:
+    speed = TextColumn("{task.fields[speed]:.0f} tokens/s")
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), speed,
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
