@@ -1,0 +1,193 @@
+"""`selfspec ...`: the command line. A user's mistake is one line and exit code 2, never a traceback."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Faster generation without changing a token: a model drafts with its first layers and verifies with the rest.\n\n"
+    "Losslessness: L1 emitted tokens follow the target's distribution exactly; L2 fp32 text equals autoregressive text; "
+    "L3 (--exact) logits are bit-identical in any dtype; L4 fast bf16/fp16 differs only at near-ties.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+MISTAKES = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError, MemoryError)
+
+
+class Draft(StrEnum):
+    """Forms of drafting."""
+
+    chain = "chain"
+    off = "off"
+
+
+class Acceptance(StrEnum):
+    """Acceptance rules."""
+
+    coupled = "coupled"
+    rejection = "rejection"
+
+
+def fail(message: object) -> NoReturn:
+    """Say one line and leave with exit code 2."""
+    text = " ".join(str(message).split()) or type(message).__name__
+    typer.echo(f"selfspec: {text}", err=True)
+    raise SystemExit(2)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The question; from --prompt-file or stdin if not given.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M-Instruct if not given.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    exits: Annotated[
+        str | None, typer.Option(help="Folder or hub id of exits, or layers for untrained ones, as in 4,8.")
+    ] = None,
+    exit_name: Annotated[str | None, typer.Option("--exit", help="Name of the exit to draft from.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit of the answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 is off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text, with and without drafting.")] = None,
+    draft_len: Annotated[int | None, typer.Option(help="Largest number of drafted tokens a cycle.")] = None,
+    draft: Annotated[Draft | None, typer.Option(help="Form of drafting; off is ordinary decoding.")] = None,
+    acceptance: Annotated[Acceptance, typer.Option(help="Acceptance rule when sampling.")] = Acceptance.coupled,
+    exact: Annotated[
+        bool | None, typer.Option("--exact/--no-exact", help="Bit-exact mode (L3); default: on in bf16 and fp16.")
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut the start of a prompt that is too long.")] = False,
+    allow_base_mismatch: Annotated[
+        bool, typer.Option("--allow-base-mismatch", help="Use exits trained for other weights; still lossless.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: what is fast here.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also run without drafting: speedup and identity.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Answer a prompt, drafting with the model's own first layers."""
+    try:
+        text = _read_prompt(prompt, prompt_file)
+        from selfspec import cli_generate  # torch and transformers load here: --help stays quick
+
+        loaded = cli_generate.load(model, revision, _exits(exits), dtype, device, allow_base_mismatch)
+        request = {
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
+            "draft_len": draft_len, "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact,
+            "exit": exit_name,
+        }  # fmt: skip
+        ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
+        cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except MISTAKES as error:
+        fail(error)
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise ValueError("give a prompt or --prompt-file, not both")
+    if prompt_file is not None:
+        prompt = prompt_file.read_text(encoding="utf-8")
+    elif prompt is None:
+        if sys.stdin.isatty():
+            raise ValueError('no prompt: selfspec generate "What is a KV cache?", --prompt-file FILE, or pipe it in')
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    return prompt
+
+
+def _exits(text: str | None) -> str | list[int] | None:
+    parts = [] if text is None else text.split(",")
+    if parts and all(p.strip().lstrip("-").isdigit() for p in parts):
+        return [int(p) for p in parts]
+    return text
+
+
+@app.command("train-exits")
+def train_exits(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings that override the config.")] = None,
+    config: Annotated[str, typer.Option(help="Name of a shipped config or path of a YAML file.")] = "smollm2-135m",
+    max_steps: Annotated[int | None, typer.Option(help="Training steps; 0 stops after the closed-form start.")] = None,
+) -> None:
+    """Train exit heads on a frozen target that writes its own data."""
+    try:
+        from selfspec.training.config import load_config
+        from selfspec.training.run import train_exits as train
+
+        settings = [*(overrides or []), *([] if max_steps is None else [f"max_steps={max_steps}"])]
+        folder = train(load_config(config, settings))
+        typer.echo(f"exit written to {folder}")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except MISTAKES as error:
+        fail(error)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Show versions, device, default model, shipped exits and the kernels that would run."""
+    try:
+        found = _info()
+    except MISTAKES as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    table = Table(show_header=False, box=None)
+    for key, value in found.items():
+        table.add_row(key, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value))
+    Console(highlight=False).print(table)
+
+
+def _info() -> dict[str, Any]:
+    import torch
+
+    from selfspec.kernels import dispatch
+    from selfspec.model import SHIPPED_EXITS
+    from selfspec.pretrained import default_model_path, resolve_dtype
+    from selfspec.provenance import device_name, versions
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    exits = sorted(p.parent.name for p in SHIPPED_EXITS.glob("*/selfspec_config.json"))
+    return {
+        "versions": versions(),
+        "device": device_name(device),
+        "dtype": str(resolve_dtype(None, torch.device(device))).removeprefix("torch."),
+        "model": default_model_path(),
+        "exits": exits,
+        "kernels": dispatch.implementation(device),
+    }
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(importlib.metadata.version("selfspec"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Options of the program itself."""
+    del version
+
+
+def main() -> None:
+    """Entry point of the `selfspec` script."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    app()

@@ -1,0 +1,158 @@
+"""What `selfspec generate` does once its options are read: encode, stream, compare, report."""
+
+import json
+import statistics
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from selfspec.model import EarlyExitModel
+from selfspec.stats import DecodeStats
+
+COMPARE_ROUNDS = 3  # interleaved runs of each method; the median counts
+
+
+def load(
+    model: str | None, revision: str | None, exits: Any, dtype: str | None, device: str | None, allow_mismatch: bool
+) -> EarlyExitModel:
+    """The model and its exits, quietly."""
+    transformers_logging.disable_progress_bar()
+    return EarlyExitModel.from_pretrained(model, exits, revision, dtype, device, allow_mismatch)
+
+
+def encode(model: EarlyExitModel, text: str, raw: bool, max_new_tokens: int, truncate: bool) -> Tensor:
+    """Token ids [1, S] of the prompt, through the chat template unless ``raw``; cut from the left on ``truncate``."""
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    if raw or not tokenizer.chat_template:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    else:
+        chat = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+    context = getattr(model.target.config, "max_position_embeddings", None)
+    if truncate and context is not None:
+        room = context - max_new_tokens
+        if room < 1:
+            raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for a prompt in a context of {context}")
+        ids = ids[:, -room:]
+    return ids.to(model.target.device)
+
+
+def run(
+    model: EarlyExitModel, ids: Tensor, request: dict[str, Any], compare: bool, as_json: bool, console: Console
+) -> None:
+    """Generate, print text and figures; with ``compare`` also without drafting."""
+    request = dict(request)
+    if request["seed"] is None and request["temperature"] > 0:
+        request["seed"] = int(torch.randint(0, 2**31, (1,)))  # one seed for all runs of a comparison
+    tokens, stats = _stream(model, ids, request, None if as_json else console)
+    assert model.tokenizer is not None
+    text = model.tokenizer.decode(tokens, skip_special_tokens=True)
+    compared = _compare(model, ids, request, tokens, stats) if compare else None
+    if as_json:
+        print(json.dumps(_report(text, tokens, stats, request, compared)))  # noqa: T201
+    else:
+        _summarise(console, stats, request, compared)
+
+
+def _stream(
+    model: EarlyExitModel, ids: Tensor, request: dict[str, Any], console: Console | None
+) -> tuple[list[int], DecodeStats]:
+    stream = model.stream(ids, **request)
+    writer = _Writer(model, console) if console is not None else None
+    tokens: list[int] = []
+    for emission in stream:
+        tokens += emission.tokens
+        if writer is not None:
+            for place, token in enumerate(emission.tokens):
+                writer.put(token, place < emission.num_accepted)
+    if writer is not None:
+        writer.close()
+    return tokens, stream.stats
+
+
+class _Writer:
+    """Prints tokens as text, accepted drafts in a second colour, never half a character."""
+
+    def __init__(self, model: EarlyExitModel, console: Console) -> None:
+        assert model.tokenizer is not None
+        self._tokenizer, self._console = model.tokenizer, console
+        self._tokens: list[int] = []
+        self._printed = ""
+
+    def put(self, token: int, is_drafted: bool) -> None:
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd"):  # the bytes of a character are not complete yet
+            return
+        self._show(text[len(self._printed) :], is_drafted)
+        self._printed = text
+
+    def close(self) -> None:
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        self._show(text[len(self._printed) :] + "\n", False)
+
+    def _show(self, text: str, is_drafted: bool) -> None:
+        if self._console.is_terminal:
+            self._console.print(Text(text, style="green" if is_drafted else ""), end="", soft_wrap=True)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _compare(
+    model: EarlyExitModel, ids: Tensor, request: dict[str, Any], tokens: list[int], stats: DecodeStats
+) -> dict[str, Any]:
+    """Speed against ordinary decoding at width 1 (the fastest), identity against it at the same width."""
+    same_width = {**request, "draft": "off"}
+    reference, _ = _stream(model, ids, same_width, None)
+    fastest = {**same_width, "exact": False}
+    ours, plain = [stats.tokens_per_second], []
+    for _ in range(COMPARE_ROUNDS):
+        plain.append(_stream(model, ids, fastest, None)[1].tokens_per_second)
+        ours.append(_stream(model, ids, request, None)[1].tokens_per_second)
+    ar, spec = statistics.median(plain), statistics.median(ours)
+    return {
+        "ar_tokens_per_second": ar,
+        "tokens_per_second": spec,
+        "speedup": spec / ar if ar else 0.0,
+        "identical": tokens == reference,
+    }
+
+
+def _report(
+    text: str, tokens: list[int], stats: DecodeStats, request: dict[str, Any], compared: dict[str, Any] | None
+) -> dict[str, Any]:
+    report = {
+        "text": text,
+        "tokens": tokens,
+        "num_tokens": len(tokens),
+        "seconds": stats.seconds,
+        "tokens_per_second": stats.tokens_per_second,
+        "stats": stats.to_dict(),
+        "settings": request,
+    }
+    return report if compared is None else {**report, "compare": compared}
+
+
+def _summarise(console: Console, stats: DecodeStats, request: dict[str, Any], compared: dict[str, Any] | None) -> None:
+    line = (
+        f"{stats.num_tokens} tokens, {stats.tokens_per_second:.1f} tok/s, tau {stats.tau:.2f}, "
+        f"acceptance rate {stats.acceptance_rate:.2f}"
+    )
+    if request["temperature"] > 0:
+        line += f", seed {request['seed']}"
+    console.print(f"[{line}]", markup=False)
+    if compared is not None:
+        console.print(
+            f"with drafting {compared['tokens_per_second']:.1f} tok/s, without {compared['ar_tokens_per_second']:.1f} tok/s, "
+            f"speedup {compared['speedup']:.2f}\nidentical: {str(compared['identical']).lower()}",
+            markup=False,
+        )
