@@ -1,10 +1,26 @@
-"""Tiny random models of many families, built on the spot."""
+"""Tiny random models of many families, built on the spot, and what drives decoding over them."""
 
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
+from scipy import stats
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import selfspec.decode  # noqa: F401  (its attributes are patched through sys.modules)
+from selfspec.cache import KVCache
+from selfspec.decode import DecodeState, decode
+from selfspec.drafter import NoDrafter, empty_draft
+from selfspec.target import Target
+from selfspec.verify import Draft, Verdict
+
+CHI_SQUARE_LEVEL = 1e-4
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -41,9 +57,9 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
     """A random model of ``family`` whose logits are spread widely enough that argmax is no coin toss."""
     settings = {**SMALL, **FAMILIES[family], **overrides}
     if family == "gpt2":
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            settings.pop(name)
-        settings.pop("max_position_embeddings")
+        for name in SMALL:  # it has names of its own
+            if name not in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
+                settings.pop(name)
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -53,6 +69,151 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
                 parameter.normal_(0.0, 0.25)
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
+
+
+@functools.cache
+def target_of(family: str, dtype: torch.dtype = torch.float32) -> Target:
+    """The target of a random model of ``family``, one for all tests: decoding leaves it as it is."""
+    return Target(build_model(family, dtype))
+
+
+@functools.cache
+def shallow_target_of(family: str, dtype: torch.dtype = torch.float32) -> Target:
+    """A target whose layers from the third on say little, so that an untrained exit is right about half of the time."""
+    target = Target(build_model(family, dtype))
+    with torch.no_grad():
+        for layer in target.layers[2:]:
+            for name, parameter in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight", "n.dense.weight", "4h_to_h.weight")):
+                    parameter.mul_(0.3)
+    return target
+
+
+def prompt_of(num_tokens: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
+    return torch.randint(3, vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def new_state(
+    target: Target, prompt: Sequence[int], num_tokens: int, width: int | None = None, **settings: Any
+) -> DecodeState:
+    """A state with a cache that holds prompt, ``num_tokens`` new tokens and the rows of one pass."""
+    return DecodeState(
+        tokens=list(prompt),
+        cache=KVCache(target.num_layers + 1, len(prompt) + num_tokens + (width or 16), width),
+        max_length=len(prompt) + num_tokens,
+        vocab_size=target.vocab_size,
+        device=torch.device("cpu"),
+        **{"seed": 7, **settings},
+    )
+
+
+def generate(
+    target: Target, drafter: Any, prompt: Sequence[int], num_tokens: int, width: int | None = None, **settings: Any
+) -> DecodeState:
+    """Decode to the end; the final state."""
+    state = new_state(target, prompt, num_tokens, width, **settings)
+    for _ in decode(target, drafter, state):
+        pass
+    return state
+
+
+def autoregressive(target: Target, prompt: Sequence[int], num_tokens: int, **settings: Any) -> list[int]:
+    """What the same engine says without drafts."""
+    return generate(target, NoDrafter(), prompt, num_tokens, **settings).tokens
+
+
+class ScriptedDrafter:
+    """Proposes the tokens of ``script`` (a whole text, prompt included) with wrong ones at positions ``errors``.
+
+    Its rows pass from layer 0. With ``has_decoys`` every token gets a wrong sibling in front of it, so that the draft
+    is a tree and its accepted rows do not lie side by side.
+    """
+
+    exit_head = None
+
+    def __init__(
+        self, script: Sequence[int], draft_len: int, errors: Collection[int] = (), has_decoys: bool = False
+    ) -> None:
+        self.script, self.draft_len, self.errors, self.has_decoys = list(script), draft_len, set(errors), has_decoys
+
+    def propose(self, state: DecodeState) -> Draft:
+        first = len(state.tokens)
+        num_drafts = min(self.draft_len, state.num_remaining - 1, len(self.script) - first)
+        if num_drafts < 1:
+            return empty_draft(state.device)
+        tokens, parents, row = list[int](), list[int](), 0
+        for position in range(first, first + num_drafts):
+            token = self.script[position]
+            right, wrong = (token, (token + 1) % state.vocab_size)
+            for choice in [wrong] * self.has_decoys + [wrong if position in self.errors else right]:
+                tokens.append(choice)
+                parents.append(row)
+            row = len(tokens)
+        return Draft(torch.tensor([tokens]), torch.tensor([parents]))
+
+
+def every_outcome(first: int, num_tokens: int, draft_len: int) -> set[int]:
+    """Places of errors such that cycles of ``draft_len`` accept none, some and all of their drafts."""
+    stop = first + num_tokens
+    return set(range(first + 1, first + 4)) | set(range(first + 6, stop, draft_len + 3)) - set(range(stop - 12, stop))
+
+
+def assert_every_outcome(state: DecodeState, draft_len: int) -> None:
+    """Cycles accepted none, some (where there is a some) and all of ``draft_len`` drafts."""
+    histogram = state.stats.accepted_histogram
+    assert len(histogram) == draft_len + 1
+    assert histogram[0] > 0
+    assert histogram[draft_len] > 0
+    assert draft_len == 1 or sum(histogram[1:draft_len]) > 0
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DecodeState, Draft, Any, Verdict]]:
+    """(state, draft, scored, verdict) of every cycle, in order, as the loop saw them."""
+    module, seen = sys.modules["selfspec.decode"], []
+    judge = module.judge
+
+    def spy(state: DecodeState, draft: Draft, scored: Any) -> Verdict:
+        verdict = judge(state, draft, scored)
+        seen.append((state, draft, scored, verdict))
+        return verdict
+
+    monkeypatch.setattr(module, "judge", spy)
+    return seen
+
+
+def accepted_logits(judged: list[tuple[DecodeState, Draft, Any, Verdict]]) -> dict[int, Tensor]:
+    """Logits [V] by position of the row that they came from, accepted rows only; empties the list."""
+    rows = {}
+    for _, _, scored, verdict in judged:
+        for depth, row in enumerate([0, *verdict.path[0, : int(verdict.num_accepted[0])].tolist()]):
+            rows[scored.first + depth] = scored.logits[row].clone()
+    judged.clear()
+    return rows
+
+
+def chi_square(counts: Tensor, probs: Tensor) -> float:
+    """p-value of ``counts`` under ``probs`` (any equal shapes); 0 if something impossible was counted."""
+    observed, expected = counts.double().flatten(), probs.double().flatten() * counts.sum()
+    if observed[expected == 0].sum() > 0:
+        return 0.0
+    is_rare = expected < 5
+    observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
+    expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum().item()
+    return float(stats.chi2.sf(statistic, df=len(expected) - 1))
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new: str) -> None:
+    """Plant a bug: replace ``function`` in its module by one whose source has ``new`` for ``old``."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{old!r} is not in {function.__qualname__}"
+    module = sys.modules[function.__module__]
+    names: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<mutant of {function.__qualname__}>", "exec"), module.__dict__, names)
+    owner, _, name = function.__qualname__.rpartition(".")
+    monkeypatch.setattr(getattr(module, owner) if owner else module, name, names[name])
 
 
 @pytest.fixture(autouse=True)
