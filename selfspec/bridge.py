@@ -1,6 +1,6 @@
 """The closed-form start of an exit head: ridge regression onto the states that the borrowed block expects.
 
-One streaming pass accumulates X'X and X'Y in float64; the solution is W = (X'X + lambda I)^-1 X'Y with the mean removed.
+One streaming pass accumulates X'X and X'Y in float64; the solution is W = (X'X + lambda I)^-1 X'Y, means removed.
 """
 
 import torch

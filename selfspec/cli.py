@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 app = typer.Typer(
-    help="Faster generation without changing a token: a model drafts with its first layers and verifies with the rest.\n\n"
-    "Losslessness: L1 emitted tokens follow the target's distribution exactly; L2 fp32 text equals autoregressive text; "
+    help="Faster generation, not a token changed: a model drafts with its first layers, verifies with the rest.\n\n"
+    "Losslessness: L1 emitted tokens follow the target's distribution exactly; L2 fp32 text equals plain decoding. "
     "L3 (--exact) logits are bit-identical in any dtype; L4 fast bf16/fp16 differs only at near-ties.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,7 +47,9 @@ def fail(message: object) -> NoReturn:
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The question; from --prompt-file or stdin if not given.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The question; from --prompt-file or stdin if not given.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M-Instruct if not given.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     exits: Annotated[
@@ -73,7 +75,9 @@ def generate(
     ] = False,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: what is fast here.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also run without drafting: speedup and identity.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run without drafting: speedup and identity.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Answer a prompt, drafting with the model's own first layers."""
@@ -124,11 +128,11 @@ def train_exits(
 ) -> None:
     """Train exit heads on a frozen target that writes its own data."""
     try:
-        from selfspec.training.config import load_config
+        from selfspec.training.config import load_train_config
         from selfspec.training.run import train_exits as train
 
         settings = [*(overrides or []), *([] if max_steps is None else [f"max_steps={max_steps}"])]
-        folder = train(load_config(config, settings))
+        folder = train(load_train_config(config, settings))
         typer.echo(f"exit written to {folder}")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -180,7 +184,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Options of the program itself."""
     del version

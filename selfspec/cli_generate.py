@@ -152,7 +152,8 @@ def _summarise(console: Console, stats: DecodeStats, request: dict[str, Any], co
     console.print(f"[{line}]", markup=False)
     if compared is not None:
         console.print(
-            f"with drafting {compared['tokens_per_second']:.1f} tok/s, without {compared['ar_tokens_per_second']:.1f} tok/s, "
-            f"speedup {compared['speedup']:.2f}\nidentical: {str(compared['identical']).lower()}",
+            f"with drafting {compared['tokens_per_second']:.1f} tok/s, "
+            f"without {compared['ar_tokens_per_second']:.1f} tok/s, speedup {compared['speedup']:.2f}\n"
+            f"identical: {str(compared['identical']).lower()}",
             markup=False,
         )

@@ -24,7 +24,10 @@ MIN_ACCEPTED = 0.05  # accepted drafts per cycle below which drafting switches i
 class Drafter(Protocol):
     """Proposes tokens; ``exit_head`` tells the loop which taps and deep states to keep for it (None: none)."""
 
-    exit_head: ExitHead | None
+    @property
+    def exit_head(self) -> ExitHead | None:
+        """The exit whose inputs the loop keeps."""
+        ...
 
     def propose(self, state: "DecodeState") -> Draft:
         """Draft for the tokens behind ``state``'s last one; an empty draft makes the cycle an ordinary step."""

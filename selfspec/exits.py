@@ -63,6 +63,7 @@ class ExitModule(nn.Module):
         size = target.hidden_size
         self.bridge = Bridge(size, len(config.recall_layers), config.num_steps)
         self.block = detached_clone(target.layers[-1])  # frozen weights are shared, LoRA goes on top
+        child: Any
         for child in self.block.modules():
             if hasattr(child, "layer_idx"):
                 child.layer_idx = target.num_layers  # its keys and values get a cache layer of their own
@@ -105,7 +106,7 @@ def active(module: nn.Module) -> Any:
 
 
 def fold(block: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of ``block`` whose linear maps have LoRA added in, in weights of their own; the target's stay as they are."""
+    """A copy of ``block`` with LoRA added to its linear maps, in weights of its own; the target keeps its own."""
     clone = detached_clone(block)
     for path, module in block.named_modules():
         if isinstance(module, LoraLayer):
@@ -124,7 +125,11 @@ class ExitHead:
     """
 
     def __init__(
-        self, target: Target, name: str, config: ExitConfig, adapter: PeftModel | None = None,
+        self,
+        target: Target,
+        name: str,
+        config: ExitConfig,
+        adapter: PeftModel | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
         config.check(target.num_layers)
@@ -163,7 +168,8 @@ class ExitHead:
         if state.backlog is not None:  # positions accepted since the block last ran: it has no keys for them yet
             held_taps, held_recalls = state.backlog
             taps = torch.cat([held_taps, tap], dim=1)
-            recalls = None if held_recalls is None else torch.cat([held_recalls, state.recall], dim=1)
+            if held_recalls is not None and state.recall is not None:
+                recalls = torch.cat([held_recalls, state.recall], dim=1)
             state.backlog = None
         slots = range(target.num_layers, target.num_layers + 1)
         hidden = target.run_modules([self.block], self.bridge(taps, recalls, step), slots, state.cache)[:, -1:]
@@ -195,7 +201,7 @@ class ExitHead:
         return probs.new_zeros(vocab_size).scatter_(0, self.vocab_ids, probs)
 
 
-def slice_output(output: nn.Module, ids: Tensor | None) -> nn.Module:
+def slice_output(output: Any, ids: Tensor | None) -> nn.Module:
     """The rows ``ids`` of an output layer, as a linear layer of their own."""
     if ids is None:
         return output

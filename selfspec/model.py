@@ -101,7 +101,7 @@ class EarlyExitModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         allow_base_mismatch: bool = False,
     ) -> "EarlyExitModel":
-        """Wrap a loaded transformers model; ``exits`` as in `from_pretrained`, [2, 6] gives untrained layer-2, layer-6."""
+        """Wrap a loaded transformers model; ``exits`` as in `from_pretrained`, [2, 6] gives untrained ones."""
         target = Target(hf_model)
         if exits is None:
             heads = {}
@@ -180,7 +180,7 @@ class EarlyExitModel:
         stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
     ) -> "Stream":
-        """`generate` as an iterator of `Emission`s, one a cycle; settings are checked at once, work starts with `next`."""
+        """`generate` as an iterator of `Emission`s, one a cycle; settings are checked here, work starts with `next`."""
         options = settings.DecodeOptions.from_kwargs(kwargs)
         tokens = settings.prompt_tokens(input_ids, attention_mask)
         generation = settings.resolve_generation(self.base, generation_config, kwargs, len(tokens))
@@ -221,7 +221,7 @@ class EarlyExitModel:
         if kind == "off" or draft_len == 0:
             return NoDrafter(), draft_len
         if head is None:
-            raise ValueError('this model has no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
+            raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
         return ChainDrafter(self.target, head, draft_len, head.config.min_confidence), draft_len
 
     def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
@@ -249,7 +249,7 @@ class EarlyExitModel:
         generation_config: GenerationConfig | None = None,
         attention_mask: Tensor | None = None,
         draft: str | None = None,
-        exit: str | None = None,  # noqa: A002
+        exit: str | None = None,
         exit_layer: int | None = None,
         draft_len: int | None = None,
         exact: bool | None = None,
@@ -272,7 +272,7 @@ class EarlyExitModel:
         if width not in self._exact_checked:
             if not self.target.is_row_exact(width):
                 raise ValueError(
-                    f"{self.target.family}: a row's logits depend on the rows beside it in {self.target.dtype}, so exact "
+                    f"{self.target.family}: a row's logits depend on the rows beside it in {self.target.dtype}: exact "
                     "mode cannot hold; pass exact=False (--no-exact)"
                 )
             self._exact_checked.add(width)

@@ -162,7 +162,7 @@ def _write_converted(gguf: Path, folder: Path) -> None:
 
 
 def _check_source(source: str) -> None:
-    if Path(source).is_dir():
+    if source and Path(source).is_dir():
         return
     if ".." in source or "--" in source or not HUB_ID.fullmatch(source):
         raise ValueError(f"{source!r} is neither a folder nor a hub id (owner/name); {INSTEAD}")

@@ -32,7 +32,9 @@ def device_name(device: str | torch.device = "cpu") -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
     return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 

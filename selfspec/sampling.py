@@ -1,6 +1,6 @@
 """One way to make a distribution, and the noise that draws from it.
 
-Draft and target go through the same `logits_to_probs`; greedy decoding is a one-hot distribution, not a branch. Noise is
+Draft and target go through the same `logits_to_probs`; greedy is a one-hot distribution, not a branch. Noise is
 a counter-based hash of (seed, stream, position, token id): every device draws the same numbers, in any order, which is
 what lets a sampled text be the same with and without speculation (the Gumbel-max coupling of draft and target).
 
@@ -63,7 +63,9 @@ def logits_to_probs(
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0 and prefixes is not None:
-        logits = torch.stack([_penalise(r, p, sampling.repetition_penalty) for r, p in zip(logits, prefixes, strict=True)])
+        logits = torch.stack(
+            [_penalise(r, p, sampling.repetition_penalty) for r, p in zip(logits, prefixes, strict=True)]
+        )
     if forbidden is not None:
         logits = logits.masked_fill(forbidden, float("-inf"))
     if sampling.is_greedy:

@@ -64,7 +64,9 @@ class DecodeOptions:
         """The given seed, or one from the generator (torch's global one by default)."""
         if self.seed is not None:
             return int(self.seed)
-        return int(torch.randint(0, 2**62, (1,), generator=self.generator, device=getattr(self.generator, "device", None)))
+        return int(
+            torch.randint(0, 2**62, (1,), generator=self.generator, device=getattr(self.generator, "device", None))
+        )
 
 
 def prompt_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
@@ -75,7 +77,7 @@ def prompt_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]
         raise NotImplementedError(f"one sequence at a time for now, got a batch of {input_ids.shape[0]}")
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask {tuple(attention_mask.shape)} is not as input_ids {tuple(input_ids.shape)}")
+            raise ValueError(f"attention_mask {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
         if input_ids.shape[1] and attention_mask[0, -1] == 0:
             raise ValueError("the prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
         input_ids = input_ids[:, attention_mask[0].bool()]

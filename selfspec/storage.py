@@ -1,8 +1,8 @@
 """Exits on disk: one folder per exit, a PEFT adapter with a sidecar.
 
-    NAME/adapter_config.json, adapter_model.safetensors     what any PEFT user recognises
-    NAME/selfspec_config.json                               settings, fingerprint of the base, sha256, training, metrics
-    NAME/README.md                                          model card
+NAME/adapter_config.json, adapter_model.safetensors     what any PEFT user recognises
+NAME/selfspec_config.json                               settings, fingerprint of the base, sha256, training, metrics
+NAME/README.md                                          model card
 """
 
 import hashlib
@@ -160,7 +160,7 @@ def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
         return Path(snapshot_download(text, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
     except Exception as error:  # the hub client raises many kinds; all mean that the exits are not to be had
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(f"cannot fetch exits {text!r}: {reason}; check the name and the network, or pass a folder") from error
+        raise OSError(f"cannot fetch exits {text!r}: {reason}; check name and network, or pass a folder") from error
 
 
 def load_exit(
@@ -186,9 +186,11 @@ def load_exit(
     state = _read_weights(folder, sidecar)
     adapter = build_adapter(target, config)
     expected = {k: v.shape for k, v in get_peft_model_state_dict(adapter).items()}
-    wrong = sorted({k for k in {*expected, *state} if k not in state or k not in expected or state[k].shape != expected[k]})
+    wrong = sorted(
+        {k for k in {*expected, *state} if k not in state or k not in expected or state[k].shape != expected[k]}
+    )
     if wrong:
-        raise ExitMismatchError(f"{folder / WEIGHTS}: {len(wrong)} tensors missing, unknown or misshapen, e.g. {wrong[0]}")
+        raise ExitMismatchError(f"{folder / WEIGHTS}: {len(wrong)} tensors missing or misshapen, e.g. {wrong[0]}")
     set_peft_model_state_dict(adapter, {k: v.to(target.dtype) for k, v in state.items()})
     return ExitHead(target, folder.name, config, adapter.eval().requires_grad_(False), sidecar)
 
@@ -203,9 +205,13 @@ def _read_sidecar(folder: Path) -> dict[str, Any]:
         sidecar["base"]["fingerprints"], sidecar["weights_sha256"]
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (KeyError, TypeError, json.JSONDecodeError, ValidationError, UnicodeDecodeError) as error:
-        raise ExitMismatchError(f"{path}: not a valid exit ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+        raise ExitMismatchError(
+            f"{path}: not a valid exit ({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
     if adapter.get("r") != sidecar["head"]["lora_rank"]:
-        raise ExitMismatchError(f"{folder}: adapter_config.json has rank {adapter.get('r')}, the sidecar {sidecar['head']['lora_rank']}")
+        raise ExitMismatchError(
+            f"{folder}: adapter_config.json has rank {adapter.get('r')}, the sidecar {sidecar['head']['lora_rank']}"
+        )
     return dict(sidecar)
 
 

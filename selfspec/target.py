@@ -163,10 +163,10 @@ class Target:
         self.config = base.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self._path, stack = self._find_layers()
-        self.output: nn.Module = base.get_output_embeddings()
+        self.output: Any = base.get_output_embeddings()
         decoder = base.get_submodule(".".join(self._path[:-1]))
-        self._norm_name = next((n for n in NORM_NAMES if isinstance(getattr(decoder, n, None), nn.Module)), None)
-        if self._norm_name is None or self.output is None:
+        self._norm_name = next((n for n in NORM_NAMES if isinstance(getattr(decoder, n, None), nn.Module)), "")
+        if not self._norm_name or self.output is None:
             raise UnsupportedModelError(f"{self.family}: no final norm or no output layer found")
         self.norm: nn.Module = getattr(decoder, self._norm_name)
         self._private_config = copy.copy(self.config)
@@ -252,7 +252,9 @@ class Target:
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
             args, kwargs = rows.calls[min(slot, self.num_layers - 1)]
-            hidden = _only_hidden(module(hidden, *[cache if a is _CACHE else a for a in args], **_with_cache(kwargs, cache)))
+            hidden = _only_hidden(
+                module(hidden, *[cache if a is _CACHE else a for a in args], **_with_cache(kwargs, cache))
+            )
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows]
 
@@ -286,7 +288,7 @@ class Target:
         if not torch.equal(whole, split):
             gap = (whole.float() - split.float()).abs().max().item()
             raise UnsupportedModelError(
-                f"{self.family}: running its layers in parts differs from its own forward (largest logit gap {gap:.3g}); "
+                f"{self.family}: its layers run in parts differ from its own forward (logit gap {gap:.3g}); "
                 "linear attention, shared or token-dependent layer inputs cannot be split"
             )
         whole = self.base(input_ids=tokens, use_cache=False).logits  # its own masks, windows and all
@@ -336,7 +338,9 @@ class Target:
         self._prepare(count)
         rows = self._fill(0, count, count, None, mask)
         for layer, (args, kwargs) in zip(self.base.get_submodule(".".join(self._path)), rows.calls, strict=True):
-            hidden = _only_hidden(layer(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None)))
+            hidden = _only_hidden(
+                layer(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None))
+            )
         return whole, self.head(hidden)
 
     def _mask_argument(self, mask: Tensor) -> Any:
@@ -356,8 +360,15 @@ class Target:
 
     def _find_layers(self) -> tuple[list[str], nn.ModuleList]:
         for name, module in self.base.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers and name.split(".")[-1] in (
-                "layers", "h", "blocks",
+            if (
+                isinstance(module, nn.ModuleList)
+                and len(module) == self.num_layers
+                and name.split(".")[-1]
+                in (
+                    "layers",
+                    "h",
+                    "blocks",
+                )
             ):
                 return name.split("."), module
         raise UnsupportedModelError(f"{self.family}: no list of {self.num_layers} decoder layers found")
@@ -376,7 +387,7 @@ class Target:
         for name, child in self.base._modules.items():
             if child is self.output:
                 shell._modules[name] = output
-        parent = shell
+        parent: Any = shell
         for name in self._path[:-1]:
             parent._modules[name] = _bare_clone(parent._modules[name], self._private_config)
             parent = parent._modules[name]
@@ -386,7 +397,9 @@ class Target:
 
     def _run_shell(self, **inputs: Any) -> None:
         decoder = self._shell.get_submodule(".".join(self._path[:-1]))
-        type(decoder).forward(decoder, past_key_values=inputs.pop("past_key_values", DynamicCache()), use_cache=True, **inputs)
+        type(decoder).forward(
+            decoder, past_key_values=inputs.pop("past_key_values", DynamicCache()), use_cache=True, **inputs
+        )
 
     @torch.no_grad()
     def _prepare(self, num_positions: int) -> None:
@@ -395,7 +408,8 @@ class Target:
             return
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
-        trained = rope.get("original_max_position_embeddings") or getattr(self.config, "max_position_embeddings", 0)
+        longest = getattr(self.config, "max_position_embeddings", None) or 0
+        trained = int(rope.get("original_max_position_embeddings") or longest)
         size = max(1024, 1 << (num_positions - 1).bit_length()) + 1  # a size that is no other dimension's
         if kinds & {"dynamic", "longrope"}:
             if num_positions > trained:
@@ -413,12 +427,15 @@ class Target:
         ]
         self._table_size, self._rows_cache = size, None
 
-    def _place(
-        self, cache: KVCache, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None
-    ) -> _Rows:
+    def _place(self, cache: KVCache, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None) -> _Rows:
         tree = None if parents is None else tuple(parents)
         held = self._rows_cache
-        if held is None or (held.first, held.num_rows, held.read_end, held.parents) != (first, num_rows, read_end, tree):
+        if held is None or (held.first, held.num_rows, held.read_end, held.parents) != (
+            first,
+            num_rows,
+            read_end,
+            tree,
+        ):
             self._prepare(max(cache.capacity, first + num_rows))
             self._rows_cache = held = self._fill(first, num_rows, read_end, tree, None)
         return held
@@ -493,9 +510,7 @@ def _tree(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Te
     return depths, ancestors
 
 
-def _mask(
-    rule: MaskRule, positions: Tensor, first: int, read_end: int, ancestors: Tensor | None
-) -> Tensor | None:
+def _mask(rule: MaskRule, positions: Tensor, first: int, read_end: int, ancestors: Tensor | None) -> Tensor | None:
     """Boolean [R, T]: which of the slots [0, read_end) each row may see."""
     num_rows = positions.shape[0]
     if rule.is_causal and ancestors is None and read_end == first + num_rows and (num_rows == 1 or first == 0):

@@ -64,7 +64,9 @@ def verify_coupled(target_probs: Tensor | RowProbs, draft: Draft, noise: Tensor 
     return _gather(draft, walks)
 
 
-def verify_rejection(target_probs: Tensor | RowProbs, draft: Draft, accept_noise: Tensor, recover_noise: Tensor) -> Verdict:
+def verify_rejection(
+    target_probs: Tensor | RowProbs, draft: Draft, accept_noise: Tensor, recover_noise: Tensor
+) -> Verdict:
     """Accept draft j with probability min(1, p/q); what remains of p after rejections gives the next token.
 
     target_probs [B, K + 1, V], accept_noise [B, K] uniform, recover_noise [B, K + 1, V] uniform, independent of the
@@ -82,9 +84,7 @@ def verify_rejection(target_probs: Tensor | RowProbs, draft: Draft, accept_noise
 
 def _check_rows(target_probs: Tensor | RowProbs, draft: Draft) -> None:
     if isinstance(target_probs, Tensor) and target_probs.shape[1] != draft.num_drafted + 1:
-        raise ValueError(
-            f"target_probs needs K+1 positions for K={draft.num_drafted}, got {target_probs.shape[1]}"
-        )
+        raise ValueError(f"target_probs needs K+1 positions for K={draft.num_drafted}, got {target_probs.shape[1]}")
 
 
 def _rows_of(probs: Tensor | RowProbs, batch: int) -> RowProbs:

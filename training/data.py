@@ -62,10 +62,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
                 raise ValueError(f"{where}: not UTF-8 (byte {error.start} of the line)") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: bad JSON, {error.msg} at column {error.colno}") from error
-            if line and not isinstance(record, dict):
+            if not line:
+                continue
+            if not isinstance(record, dict):
                 raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
-            if line:
-                yield where, record
+            yield where, record
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:

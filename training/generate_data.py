@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ from selfspec.training.data import (
 logger = logging.getLogger(__name__)
 
 MARK = "USERTURNBEGINSHERE"  # splits a template in two at the user's text
+USER_TURN_TOKENS = 128  # a sampled user turn is cut there
+PATIENCE = 16  # batches without one usable answer, after which the model is given up
 WINDOW = 8  # batches are cut from windows of this many, sorted by length, so that little is padding
 
 
@@ -69,8 +72,8 @@ def write_data(
     prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl (see read_prompts), in
     an order that keeps every category's share in any prefix. Rows of a batch take the temperatures in turn. A second
     call with the same settings continues where the first stopped, and ends with the same rows as one whole call: noise
-    depends on (seed, batch number) alone. Raises ValueError when out_dir holds data of other settings, BlockingIOError
-    when another process writes there.
+    depends on (seed, batch number) alone. Raises ValueError when out_dir holds data of other settings or the model
+    writes only empty answers, BlockingIOError when another process writes there.
     """
     folder = Path(out_dir)
     settings = {
@@ -81,18 +84,22 @@ def write_data(
         "temperatures": list(temperatures), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
         "max_prompt_tokens": max_prompt_tokens, "shard_tokens": shard_tokens, "seed": seed,
     }  # fmt: skip
-    done = Counter()
+    done: Counter[str] = Counter()
     plan = _plan(read_prompts(prompts), tokenizer, batch_size, max_prompt_tokens, seed, done) if prompts else None
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder), _bar() as bar:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
-        start_tokens, pending = state.num_answer_tokens, []
+        start_tokens, num_barren = state.num_answer_tokens, 0
+        pending: list[Row] = []
         while state.num_answer_tokens + _count(pending) < num_tokens:
             if plan is not None and state.num_batches >= len(plan):
                 logger.warning("all prompts used: %d answer tokens of %d", state.num_answer_tokens, num_tokens)
                 break
-            pending += _write_batch(model, tokenizer, plan, settings, state)
+            rows = _write_batch(model, tokenizer, plan, settings, state)
+            pending, num_barren = pending + rows, 0 if rows else num_barren + 1
+            if num_barren == PATIENCE:
+                raise ValueError(f"{settings['model']} wrote no answer in {PATIENCE} batches: {dict(state.skipped)}")
             total = state.num_answer_tokens + _count(pending)
             elapsed = bar.tasks[task].elapsed or 1e-9
             bar.update(task, completed=total, speed=(total - start_tokens) / elapsed)
@@ -162,7 +169,8 @@ def _write_batch(
     prompts = _user_turns(model, tokenizer, settings, generator, state.skipped) if plan is None else plan[number]
     choices = settings["temperatures"]
     temperatures = [choices[(number + row) % len(choices)] for row in range(len(prompts))]
-    answers = sample_batch(model, prompts, torch.tensor(temperatures), settings["max_new_tokens"], generator)
+    warmth, limit = torch.tensor(temperatures), settings["max_new_tokens"]
+    answers = sample_batch(model, prompts, warmth, limit, generator) if prompts else []
     eos, rows = set(_eos_ids(model)), []
     for prompt, answer, temperature in zip(prompts, answers, temperatures, strict=True):
         if all(token in eos for token in answer):
@@ -180,25 +188,22 @@ def _user_turns(
     generator: torch.Generator,
     skipped: Counter[str],
 ) -> list[list[int]]:
-    """Prompts whose user turn the target wrote itself; without a chat template, the bare start of a text."""
+    """Prompts with a user turn that the target wrote (empty ones are left out), or the bare start of a text."""
     size = settings["batch_size"]
     if not tokenizer.chat_template:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         return [[start]] * size
     text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
     before = tokenizer.encode(text.split(MARK)[0], add_special_tokens=False)
-    warm, max_new_tokens = torch.full((size,), 0.8), settings["max_prompt_tokens"] // 2
-    turns = sample_batch(model, [before] * size, warm, max_new_tokens, generator)
+    turns = sample_batch(model, [before] * size, torch.full((size,), 0.8), USER_TURN_TOKENS, generator)
     eos, prompts = set(_eos_ids(model)), []
     for turn in turns:
         content = tokenizer.decode([token for token in turn if token not in eos], skip_special_tokens=True).strip()
-        if not content:
-            skipped["empty user turn"] += 1
-        elif turn[-1] not in eos:
-            skipped["over-long user turn"] += 1
-        else:
+        if content:
             prompts.append(prompt_ids(tokenizer, [{"role": "user", "content": content}]))
-    return prompts or [prompt_ids(tokenizer, [{"role": "user", "content": "Hello"}])]
+        else:
+            skipped["empty user turn"] += 1
+    return prompts
 
 
 def _plan(
@@ -211,25 +216,33 @@ def _plan(
 ) -> list[list[list[int]]]:
     """Batches of prompt ids: shuffled, every category spread evenly, alike lengths together within a window."""
     rng = np.random.default_rng(seed)
-    strata = defaultdict(list)
+    fitting = []
     for prompt in prompts:
         ids = prompt_ids(tokenizer, prompt.messages)
         if len(ids) <= max_prompt_tokens:
-            strata[prompt.category].append(ids)
+            fitting.append((prompt.category, ids))
         else:
             skipped["over-long prompt"] += 1
-    keyed = []
-    for category in sorted(strata):
-        members = strata[category]
-        keys = (rng.permutation(len(members)) + rng.random()) / len(members)
-        keyed += zip(keys.tolist(), members, strict=True)
-    ordered = [ids for _, ids in sorted(keyed, key=lambda pair: pair[0])]
+    ordered = [fitting[i][1] for i in _stratified([category for category, _ in fitting], rng)]
     batches = []
     for begin in range(0, len(ordered), WINDOW * batch_size):
         window = sorted(ordered[begin : begin + WINDOW * batch_size], key=len)
         cut = [window[i : i + batch_size] for i in range(0, len(window), batch_size)]
         batches += [cut[i] for i in rng.permutation(len(cut))]
     return batches
+
+
+def _stratified(categories: list[str], rng: np.random.Generator) -> list[int]:
+    """A random order in which every category's members are spread evenly over the whole."""
+    strata = defaultdict(list)
+    for index, category in enumerate(categories):
+        strata[category].append(index)
+    keyed: list[tuple[float, int]] = []
+    for category in sorted(strata):
+        members = strata[category]
+        keys = (rng.permutation(len(members)) + rng.random()) / len(members)
+        keyed += zip(keys.tolist(), members, strict=True)
+    return [index for _, index in sorted(keyed)]
 
 
 def _eos_ids(model: PreTrainedModel) -> list[int]:
@@ -280,5 +293,5 @@ def _bar() -> Progress:
     speed = TextColumn("{task.fields[speed]:.0f} tokens/s")
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), speed,
-        TimeElapsedColumn(), TimeRemainingColumn(),
+        TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True),
     )  # fmt: skip
