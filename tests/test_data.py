@@ -1,0 +1,255 @@
+"""Training rows: where the answer begins, what a bad line says, and shards that a second run continues."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from selfspec.training import generate_data
+from selfspec.training.data import Row, load_shards, prompt_ids, read_jsonl, read_prompts, rows_from_jsonl, write_shard
+from selfspec.training.generate_data import sample_batch, write_data
+
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a byte, two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    made.chat_template = CHATML
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=EOS, bos_token_id=0,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return made
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    records = [{"prompt": "x" * (1 + i % 7), "category": "ab"[i % 3 == 0]} for i in range(60)]
+    return write_jsonl(tmp_path / "prompts.jsonl", *records)
+
+
+def write_jsonl(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def answer(row, tokenizer):
+    return tokenizer.decode(row.ids[row.answer_start :])
+
+
+def generate(model, tokenizer, folder, num_tokens, **changes):
+    settings = {"batch_size": 4, "max_new_tokens": 6, "shard_tokens": 40, "seed": 3} | changes
+    return write_data(model, tokenizer, folder, num_tokens, **settings)
+
+
+def same(a, b):
+    pairs = zip(a, b, strict=True)
+    return all(np.array_equal(x.ids, y.ids) and x.answer_start == y.answer_start for x, y in pairs)
+
+
+# Reading what people have
+
+
+def test_only_the_last_answer_and_its_end_token_carry_the_loss(tmp_path, tokenizer):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "dé")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path = write_jsonl(tmp_path / "x", {"messages": messages}, {"prompt": "p", "completion": "q"}, {"text": "tt"})
+    chat, pair, text = rows_from_jsonl(path, tokenizer)
+    assert answer(chat, tokenizer) == "dé</s>"
+    assert tokenizer.decode(chat.ids[: chat.answer_start]).endswith("c</s>\n<s>assistant\n")
+    assert answer(pair, tokenizer) == "q</s>"
+    assert answer(text, tokenizer) == "tt"
+
+
+def test_without_a_chat_template_texts_are_joined_plainly(tmp_path, tokenizer):
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
+    (row,) = rows_from_jsonl(write_jsonl(tmp_path / "x", {"prompt": "p", "completion": "q"}), plain)
+    assert plain.decode(row.ids) == "<s>pq</s>"
+    assert answer(row, plain) == "q</s>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_not_masked_wrongly(tmp_path, tokenizer):
+    odd = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="</s>")
+    odd.chat_template = "{{ messages | length }}" + CHATML
+    path = write_jsonl(tmp_path / "x", {"prompt": "p", "completion": "q"})
+    with pytest.raises(ValueError, match=r"x:1: the chat template rewrites earlier turns"):
+        rows_from_jsonl(path, odd)
+
+
+def test_empty_and_over_long_answers_are_counted(tmp_path, tokenizer):
+    answers = ["ok", "", " \n", "long" * 50]
+    path = write_jsonl(tmp_path / "x", *({"prompt": "p", "completion": text} for text in answers))
+    skipped = Counter()
+    assert len(rows_from_jsonl(path, tokenizer, max_tokens=100, skipped=skipped)) == 1
+    assert skipped == {"empty answer": 2, "over 100 tokens": 1}
+    with pytest.raises(ValueError, match="no usable rows"):
+        rows_from_jsonl(path, tokenizer, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"prompt": ', "bad JSON"),
+        (b'{"prompt": "\xff"}', r"not UTF-8 \(byte 12"),
+        (b"[1]", "expected an object, got list"),
+        (b'{"question": "x"}', r"needs a string `text`, has \['question'\]"),
+        (b'{"prompt": "x"}', "needs a string `completion`"),
+        (b'{"messages": [{"role": "assistant"}]}', "message 0 has no string `content`"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "must end in an assistant turn"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, tokenizer, line, says):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"data\.jsonl:3: .*{says}"):
+        rows_from_jsonl(path, tokenizer)
+
+
+def test_prompts_come_from_any_field_and_lose_their_last_answer(tmp_path):
+    chat = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    path = write_jsonl(tmp_path / "x", {"prompt": "a", "category": "k"}, {"text": "b"}, {"messages": chat})
+    prompts = read_prompts(path)
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["a", "b", "c"]
+    assert prompts[0].category == "k"
+    with pytest.raises(ValueError, match="no prompts"):
+        read_prompts(write_jsonl(tmp_path / "y"))
+    assert not list(read_jsonl(tmp_path / "y"))
+
+
+# Shards
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_the_vocabulary_chooses_the_width_of_an_id(tmp_path, vocab_size, dtype):
+    from safetensors.numpy import load_file
+
+    write_shard(tmp_path / "s", [Row(np.array([1, 65535]), 1)], vocab_size)
+    assert load_file(tmp_path / "s")["tokens"].dtype == dtype
+
+
+def test_a_flipped_bit_and_a_missing_shard_are_found(tmp_path, model, tokenizer, prompts_file):
+    manifest = generate(model, tokenizer, tmp_path / "d", 30, prompts=prompts_file)
+    path = tmp_path / "d" / manifest["shards"][0]["file"]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00000\.safetensors: sha256 differs"):
+        load_shards(tmp_path / "d")
+    path.unlink()
+    with pytest.raises(ValueError, match="missing"):
+        load_shards(tmp_path / "d")
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        load_shards(tmp_path)
+
+
+# Generating
+
+
+def test_padded_greedy_answers_are_those_of_each_prompt_alone(model):
+    prompts = [[5, 6, 7], [9], [20, 21, 22, 23, 24], [30, 31]]
+    together = sample_batch(model, prompts, torch.zeros(4), 12, torch.Generator())
+    for prompt, found in zip(prompts, together, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=EOS)
+        assert found == alone[0, len(prompt) :].tolist()
+
+
+def test_rows_that_end_leave_and_the_others_go_on_unchanged(model, monkeypatch):
+    """Each greedy answer, cut at its first end token, whatever ends beside it."""
+    prompts = [[5, 6, 7], [9], [20, 21, 22, 23, 24], [30, 31]]
+    monkeypatch.setattr(generate_data, "_eos_ids", lambda _: [])
+    whole = sample_batch(model, prompts, torch.zeros(4), 12, torch.Generator())
+    ends = {whole[0][2], whole[2][6]}
+    monkeypatch.setattr(generate_data, "_eos_ids", lambda _: sorted(ends))
+    for found, full in zip(sample_batch(model, prompts, torch.zeros(4), 12, torch.Generator()), whole, strict=True):
+        cut = next((i + 1 for i, token in enumerate(full) if token in ends), 12)
+        assert found == full[:cut]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).repeat(20_000, 1)
+    temperatures = torch.full((20_000,), 0.8)
+    drawn = generate_data._sample(logits, temperatures, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20_000
+    torch.testing.assert_close(drawn, (logits[0] / 0.8).softmax(-1), atol=0.012, rtol=0)  # 3.5 sigma
+    assert generate_data._sample(logits[:1], torch.zeros(1), torch.Generator()).item() == 2
+
+
+@pytest.mark.parametrize("kind", ["prompts", "self"])
+def test_a_run_in_two_parts_writes_the_rows_of_one_run(tmp_path, model, tokenizer, prompts_file, kind, monkeypatch):
+    if kind == "self":  # a random model needs many end tokens to end a user's turn soon
+        monkeypatch.setattr(generate_data, "_eos_ids", lambda _: list(range(1, 60)))
+    prompts = {"prompts": prompts_file if kind == "prompts" else None}
+    generate(model, tokenizer, tmp_path / "whole", 120, **prompts)
+    generate(model, tokenizer, tmp_path / "parts", 30, **prompts)
+    manifest = generate(model, tokenizer, tmp_path / "parts", 120, **prompts)
+    rows = load_shards(tmp_path / "parts")
+    assert same(rows, load_shards(tmp_path / "whole"))
+    assert manifest["num_answer_tokens"] == sum(row.num_answer_tokens for row in rows) >= 120
+    assert {row.temperature for row in rows} == {0.0, float(np.float32(0.8))}
+    if kind == "prompts":
+        start = prompt_ids(tokenizer, [{"role": "user", "content": "x"}])
+        assert all(row.ids[: row.answer_start].tolist()[:5] == start[:5] for row in rows)
+
+
+def test_other_settings_do_not_mix_into_a_folder(tmp_path, model, tokenizer, prompts_file):
+    generate(model, tokenizer, tmp_path / "d", 10, prompts=prompts_file)
+    with pytest.raises(ValueError, match=r"other settings \(seed: 3 -> 4\)"):
+        generate(model, tokenizer, tmp_path / "d", 20, prompts=prompts_file, seed=4)
+
+
+def test_two_writers_do_not_share_a_folder(tmp_path, model, tokenizer, prompts_file):
+    (tmp_path / "d").mkdir()
+    with generate_data._lock(tmp_path / "d"), pytest.raises(BlockingIOError, match="another process"):
+        generate(model, tokenizer, tmp_path / "d", 10, prompts=prompts_file)
+
+
+def test_a_model_that_never_answers_is_given_up(tmp_path, model, tokenizer, monkeypatch):
+    monkeypatch.setattr(generate_data, "_eos_ids", lambda _: list(range(len(tokenizer))))
+    with pytest.raises(ValueError, match="wrote no answer in 16 batches"):
+        generate(model, tokenizer, tmp_path / "d", 10)
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        load_shards(tmp_path / "d")
+
+
+def test_when_prompts_run_out_what_there_is_is_kept(tmp_path, model, tokenizer):
+    path = write_jsonl(tmp_path / "p", {"prompt": "a"}, {"prompt": "b" * 900})
+    manifest = generate(model, tokenizer, tmp_path / "d", 10_000, prompts=path)
+    assert manifest["num_rows"] == len(load_shards(tmp_path / "d")) == 1
+    assert manifest["skipped"] == {"over-long prompt": 1}
+
+
+def test_every_prefix_of_the_plan_keeps_the_share_of_each_category(tokenizer, prompts_file):
+    prompts = read_prompts(prompts_file)
+    by_length = {len(prompt_ids(tokenizer, p.messages)): None for p in prompts}
+    plan = generate_data._plan(prompts, tokenizer, 4, 512, 0, Counter())
+    assert sum(map(len, plan)) == 60
+    assert {len(ids) for batch in plan for ids in batch} == set(by_length)
+    assert plan == generate_data._plan(prompts, tokenizer, 4, 512, 0, Counter())
+    order = generate_data._stratified([p.category for p in prompts], np.random.default_rng(0))
+    assert sorted(order) == list(range(60))
+    for size in (9, 30, 45):
+        assert abs(sum(prompts[i].category == "b" for i in order[:size]) - size / 3) <= 1
