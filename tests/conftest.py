@@ -21,6 +21,7 @@ from selfspec.target import Target
 from selfspec.verify import Draft, Verdict
 
 CHI_SQUARE_LEVEL = 1e-4
+OUTPUTS = ("o_proj", "down_proj", "c_proj", "attention.dense", "dense_4h_to_h")  # what a layer adds to the residual
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -84,7 +85,7 @@ def shallow_target_of(family: str, dtype: torch.dtype = torch.float32) -> Target
     with torch.no_grad():
         for layer in target.layers[2:]:
             for name, parameter in layer.named_parameters():
-                if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight", "n.dense.weight", "4h_to_h.weight")):
+                if name.endswith(tuple(f"{n}.weight" for n in OUTPUTS)):
                     parameter.mul_(0.3)
     return target
 
