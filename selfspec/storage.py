@@ -74,7 +74,7 @@ def save_exit(
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
     try:
-        exit_head.adapter.save_pretrained(temporary)
+        exit_head.adapter.save_pretrained(temporary, save_embedding_layers=False)
         state = {k: v.detach().bfloat16().contiguous().cpu() for k, v in load_file(temporary / WEIGHTS).items()}
         save_file(state, temporary / WEIGHTS, metadata={"format": "pt"})
         sidecar = _sidecar(exit_head, target, tokenizer, training, metrics)
@@ -185,7 +185,7 @@ def load_exit(
         _check_base(target, folder, sidecar, tokenizer)
     state = _read_weights(folder, sidecar)
     adapter = build_adapter(target, config)
-    expected = {k: v.shape for k, v in get_peft_model_state_dict(adapter).items()}
+    expected = {k: v.shape for k, v in get_peft_model_state_dict(adapter, save_embedding_layers=False).items()}
     wrong = sorted(
         {k for k in {*expected, *state} if k not in state or k not in expected or state[k].shape != expected[k]}
     )

@@ -1,0 +1,120 @@
+"""The command line: results as documented, a user's mistake is one line and exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from selfspec.cli import app
+from selfspec.pretrained import default_model_path
+from tests.conftest import build_model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with the default model's tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    model = build_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def selfspec(*arguments: str, stdin: str = "", **environment: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin, env=environment, catch_exceptions=False)
+
+
+def generate(checkpoint: Path, *arguments: str, **kwargs: Any) -> Any:
+    return selfspec("generate", "--model", str(checkpoint), "--exits", "2", *arguments, **kwargs)
+
+
+def test_json_with_compare_has_every_documented_key(checkpoint):
+    """One object on standard output; the text is the same with and without drafts at T=0.8 for one seed."""
+    run = generate(checkpoint, "Hello", "--max-new-tokens", "12", "--temperature", "0.8", "--compare", "--json")
+    assert run.exit_code == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert set(report) == {
+        "text", "tokens", "num_tokens", "seconds", "tokens_per_second", "stats", "settings", "compare",
+    }  # fmt: skip
+    assert set(report["stats"]) == {
+        "num_cycles", "num_drafted", "num_accepted", "acceptance_rate", "tau", "accepted_histogram",
+    }  # fmt: skip
+    assert {"ar_tokens_per_second", "speedup", "identical"} <= set(report["compare"])
+    assert report["compare"]["identical"] is True
+    assert report["num_tokens"] == len(report["tokens"]) == 12
+    assert report["stats"]["num_drafted"] > 0
+
+
+def test_plain_output_has_no_colour_when_piped_and_ends_with_the_figures(checkpoint, tmp_path):
+    """Prompt from a file and from standard input give the same text; no escape codes in a pipe."""
+    (tmp_path / "prompt.txt").write_text("Tell me something")
+    from_file = generate(checkpoint, "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "8")
+    from_stdin = generate(checkpoint, "--max-new-tokens", "8", stdin="Tell me something")
+    assert from_file.exit_code == from_stdin.exit_code == 0
+    assert "\x1b" not in from_file.stdout
+    text, figures = from_file.stdout.rstrip().rsplit("\n", 1)
+    assert figures.startswith("[8 tokens, ")
+    assert "tau" in figures
+    assert text == from_stdin.stdout.rstrip().rsplit("\n", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "--max-new-tokens", "4"], "the prompt is empty"),
+        (["hi", "--exits", "99"], "exit layer 99 is not in 1..5"),
+        (["hi", "--exit", "none"], "no exit 'none'; there are: layer-2"),
+        (["hi", "--temperature", "-1", "--max-new-tokens", "4"], "temperature must be >= 0"),
+        (["hi", "--top-p", "2", "--temperature", "1", "--max-new-tokens", "4"], "top_p must be in [0, 1]"),
+        (["hi", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["hi", "--max-new-tokens", "400"], "exceed the context of 128"),
+        (["hi", "--model", "a/../b"], "neither a folder nor a hub id"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["hi", "--prompt-file", "nowhere.txt"], "not both"),
+        (["hi", "--exits", "not/a/place"], "neither a folder nor a hub id"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message):
+    run = generate(checkpoint, *arguments)
+    assert run.exit_code == 2
+    assert message in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert run.stdout == ""
+
+
+def test_truncate_cuts_the_start_of_a_long_prompt(checkpoint):
+    run = generate(checkpoint, "--truncate", "--max-new-tokens", "8", "--json", stdin="word " * 300)
+    assert run.exit_code == 0, run.stderr
+    assert json.loads(run.stdout)["num_tokens"] == 8
+
+
+def test_info_names_what_would_run():
+    run = selfspec("info", "--json")
+    assert run.exit_code == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["kernels"] == "reference"
+    assert found["versions"]["torch"]
+    assert selfspec("info", SELFSPEC_KERNELS="cuda").exit_code == 2
+
+
+def test_a_typo_in_a_training_setting_says_what_was_meant(tmp_path):
+    run = selfspec("train-exits", "--config", "tiny", "exit_layr=2", f"output={tmp_path / 'run'}")
+    assert run.exit_code == 2
+    assert "exit_layer" in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_the_installed_program_leaves_no_traceback(checkpoint):
+    """The same through a process of its own, as a user starts it."""
+    program = [sys.executable, "-c", "from selfspec.cli import main; main()", "generate", "--model", str(checkpoint)]
+    run = subprocess.run([*program, "hi", "--draft", "chain"], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 2
+    assert run.stderr.strip().splitlines()[0].startswith("selfspec: ")
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,270 @@
+"""`EarlyExitModel.generate`: transformers' arguments mean what they mean there, and bad ones stop with one line."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import EarlyExitModel
+from selfspec.sampling import NonFiniteLogitsError
+from selfspec.storage import fingerprint
+from tests.conftest import build_model, prompt_of
+
+PROMPT = torch.tensor([prompt_of(12)])
+
+
+@pytest.fixture(scope="module")
+def model() -> EarlyExitModel:
+    base = build_model("llama")
+    with torch.no_grad():  # deep layers say little: the untrained exits are right about half of the time
+        for layer in base.model.layers[2:]:
+            layer.self_attn.o_proj.weight.mul_(0.3)
+            layer.mlp.down_proj.weight.mul_(0.3)
+    return EarlyExitModel.from_target(base, [2, 4])
+
+
+def transformers_text(model: EarlyExitModel, **kwargs: Any) -> list[int]:
+    out = model.base.generate(PROMPT, pad_token_id=0, **{"do_sample": False, "max_new_tokens": 24, **kwargs})
+    return out[0].tolist()
+
+
+@pytest.mark.parametrize("draft", ["chain", "off"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[7], [11]]},
+        {"suppress_tokens": list(range(30, 60))},
+        {"max_new_tokens": 1},
+        {"eos_token_id": list(range(40, 50))},
+        {"eos_token_id": list(range(40, 50)), "min_new_tokens": 9},
+    ],
+    ids=lambda s: next(iter(s), "plain") if isinstance(s, dict) else s,
+)
+def test_greedy_text_is_transformers_own(model, draft, settings):
+    """Token for token, with drafts accepted on the way; nothing is asserted of a draft that never happened."""
+    out = model.generate(PROMPT, **{"max_new_tokens": 24, **settings}, draft=draft, draft_len=3)
+    assert out.sequences[0].tolist() == transformers_text(model, **settings)
+    if draft == "chain" and not settings:
+        assert out.stats.num_accepted > 0
+        assert len(out.stats.accepted_histogram) == 4
+
+
+def test_custom_generate_inside_transformers(model):
+    ours = model.base.generate(
+        PROMPT, max_new_tokens=16, do_sample=False, pad_token_id=0, custom_generate=model.custom_generate, draft_len=2
+    )
+    assert ours[0].tolist() == transformers_text(model, max_new_tokens=16)
+
+
+def test_sampled_text_depends_on_the_seed_alone(model):
+    """The same seed, the same text, drafted from either exit or not at all; another seed, another text."""
+    sampled = {"max_new_tokens": 32, "temperature": 0.9, "top_p": 0.95}
+    texts = [
+        model.generate(PROMPT, **sampled, seed=3, **how).sequences[0].tolist()
+        for how in ({"draft": "off"}, {"exit": "layer-2"}, {"exit_layer": 4, "draft_len": 5})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert model.generate(PROMPT, **sampled, seed=4).sequences[0].tolist() != texts[0]
+    for _ in range(2):  # without a seed torch's own generator decides
+        torch.manual_seed(11)
+        texts.append(model.generate(PROMPT, **sampled).sequences[0].tolist())
+    assert texts[-1] == texts[-2]
+    generator = torch.Generator().manual_seed(1)
+    first = model.generate(PROMPT, **sampled, generator=generator).sequences
+    assert not torch.equal(first, model.generate(PROMPT, **sampled, generator=generator).sequences)
+
+
+def test_temperature_samples_and_a_config_decides_otherwise(model):
+    greedy = transformers_text(model)
+    assert model.generate(PROMPT, max_new_tokens=24, temperature=0.0).sequences[0].tolist() == greedy
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert model.generate(PROMPT, generation_config=config).sequences[0].tolist() == greedy
+    assert model.generate(PROMPT, max_new_tokens=24, temperature=2.0, seed=1).sequences[0].tolist() != greedy
+    assert model.generate(PROMPT, max_new_tokens=24, temperature=2.0, top_p=0.0, seed=1).sequences[0].tolist() == greedy
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_every_token_once(model):
+    streamer = Recorder()
+    out = model.generate(PROMPT, max_new_tokens=20, streamer=streamer)
+    assert streamer.tokens == out.sequences[0].tolist()
+    assert streamer.ended
+
+
+class StopAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length, self.lengths = length, list[int]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+@pytest.mark.parametrize("length", range(14, 22))
+def test_a_stopping_criterion_cuts_where_ordinary_decoding_would(model, length):
+    """It sees every length in turn, inside accepted blocks too, and nothing beyond it is emitted."""
+    criterion = StopAt(length)
+    out = model.generate(PROMPT, max_new_tokens=24, draft_len=5, stopping_criteria=StoppingCriteriaList([criterion]))
+    assert out.sequences[0].tolist() == transformers_text(model)[:length]
+    assert criterion.lengths == list(range(13, length + 1))
+
+
+class Shift(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.roll(int(input_ids.shape[1]) % 3, dims=-1)
+
+
+def test_a_users_processor_changes_the_text_as_in_transformers(model):
+    processors = LogitsProcessorList([Shift()])
+    out = model.generate(PROMPT, max_new_tokens=24, logits_processor=processors)
+    assert out.sequences[0].tolist() == transformers_text(model, logits_processor=LogitsProcessorList([Shift()]))
+
+
+class Fault(StoppingCriteria):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if input_ids.shape[1] == 17:
+            raise self.error
+        return torch.tensor([False])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+def test_an_exception_leaves_the_model_as_it_was(model, error):
+    """State, configuration, hooks and the next text are those from before."""
+
+    def snapshot() -> tuple[Any, ...]:
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.base.modules()]
+        return fingerprint(model.base), model.base.config.to_dict(), model.base.generation_config.to_dict(), hooks
+
+    before, text = snapshot(), transformers_text(model)
+    with pytest.raises(type(error)):
+        model.generate(PROMPT, max_new_tokens=24, stopping_criteria=StoppingCriteriaList([Fault(error)]))
+    assert snapshot() == before
+    assert model.generate(PROMPT, max_new_tokens=24).sequences[0].tolist() == text == transformers_text(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"temperature": -1.0}, ValueError, "temperature must be >= 0"),
+        ({"temperature": 1.0, "top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1.5"),
+        ({"temperature": 1.0, "top_k": -2}, ValueError, "top_k must be >= 0, got -2"),
+        ({"draft": "tree"}, ValueError, "draft='tree'; choose one of chain, off"),
+        ({"acceptance": "typical"}, ValueError, "choose one of coupled, rejection"),
+        ({"draft_len": -1}, ValueError, "draft_len must be >= 0, got -1"),
+        ({"draft_len": 64}, ValueError, "draft_len must be at most 63, got 64"),
+        ({"exit": "nine"}, ValueError, "no exit 'nine'; there are: layer-2, layer-4"),
+        ({"exit_layer": 5}, ValueError, r"no exit at layer 5; there are exits at \[2, 4\] of 1\.\.5"),
+        ({"num_beams": 2}, NotImplementedError, "beam search"),
+        ({"num_return_sequences": 2}, NotImplementedError, "num_return_sequences"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be >= 1"),
+        ({"max_new_tokens": 245}, ValueError, r"12 prompt tokens \+ 245 new ones exceed the context of 256"),
+        ({"max_new_token": 3}, TypeError, "unknown arguments: max_new_token"),
+        ({"stop_strings": ["x"]}, ValueError, "stop_strings needs the tokenizer"),
+    ],
+)
+def test_bad_settings_stop_before_any_work(model, settings, error, message):
+    with pytest.raises(error, match=message) as caught:
+        model.generate(PROMPT, **{"max_new_tokens": 8, **settings})
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_that_cannot_be_decoded(model):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        model.generate(torch.zeros(1, 0, dtype=torch.long))
+    with pytest.raises(NotImplementedError, match="a batch of 2"):
+        model.generate(PROMPT.repeat(2, 1), max_new_tokens=4)
+    mask = torch.ones_like(PROMPT)
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match="padded on the right"):
+        model.generate(PROMPT, attention_mask=mask, max_new_tokens=4)
+
+
+def test_left_padding_changes_nothing_but_the_padding(model):
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), PROMPT], dim=1)
+    mask = (torch.arange(17) >= 5).long()[None]
+    out = model.generate(padded, attention_mask=mask, max_new_tokens=24)
+    assert out.sequences[0].tolist() == [0] * 5 + transformers_text(model)
+
+
+def test_without_exits_the_model_decodes_plainly_and_says_what_drafting_needs():
+    plain = EarlyExitModel.from_target(build_model("llama"))
+    assert plain.generate(PROMPT, max_new_tokens=4).stats.num_drafted == 0
+    with pytest.raises(ValueError, match="no exits to draft from"):
+        plain.generate(PROMPT, max_new_tokens=4, draft="chain")
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 6, 31])
+def test_untrained_exits_out_of_range_are_refused(layer):
+    with pytest.raises(ValueError, match=rf"exit layer {layer} is not in 1\.\.5|greater than or equal to 0"):
+        EarlyExitModel.from_target(build_model("llama"), [layer])
+
+
+def test_encoder_decoders_and_linear_attention_are_refused_by_name():
+    config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
+    with pytest.raises(NotImplementedError, match="t5"):
+        EarlyExitModel.from_target(T5ForConditionalGeneration(config).eval())
+
+
+def test_logits_that_are_not_finite_raise_with_their_position(model):
+    """The fault comes after loading; the text before it is not returned as if it were whole."""
+    broken = EarlyExitModel.from_target(build_model("llama"), [2])
+    with torch.no_grad():
+        broken.base.lm_head.weight[5] = float("nan")
+    with pytest.raises(NonFiniteLogitsError, match="at position 11 are not finite"):
+        broken.generate(PROMPT, max_new_tokens=4)
+
+
+def test_mixture_of_experts_is_refused_in_exact_mode():
+    moe = EarlyExitModel.from_target(build_model("mixtral"), [2])
+    if moe.target.is_row_exact(4):
+        assert moe.generate(PROMPT, max_new_tokens=4, exact=True).stats.num_tokens == 4
+    else:
+        with pytest.raises(ValueError, match=r"mixtral: .*--no-exact"):
+            moe.generate(PROMPT, max_new_tokens=4, exact=True)
+
+
+def test_a_second_thread_is_refused(model):
+    stream = iter(model.stream(PROMPT, max_new_tokens=8))
+    next(stream)
+    caught: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            model.generate(PROMPT, max_new_tokens=4)
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert "another thread is generating" in str(caught[0])
+    stream.close()
+    assert model.generate(PROMPT, max_new_tokens=4).stats.num_tokens == 4
