@@ -1,0 +1,231 @@
+"""Training on a tiny random model: one graph with inference, a base that stays as it is, a loss that falls."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from selfspec.cache import KVCache
+from selfspec.decode import DecodeState, decode
+from selfspec.drafter import ChainDrafter
+from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.target import Target
+from selfspec.training.config import TrainConfig, config_names, load_train_config
+from selfspec.training.data import Row
+from selfspec.training.losses import soft_cross_entropy, walk_cycles
+from selfspec.training.run import split, train_on_rows
+from selfspec.training.states import collect, draw_steps, fit_ridge
+from selfspec.training.trainer import Student
+
+VOCAB = 97
+
+
+def build(family: str = "llama", **overrides: object) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, **overrides,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
+    return model.eval()
+
+
+def written_rows(model: PreTrainedModel, count: int, length: int = 24) -> list[Row]:
+    """Rows that the model wrote greedily behind random prompts of 4 tokens."""
+    ids = torch.randint(3, VOCAB, (count, 4), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for _ in range(length - 4):
+            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return [Row(row.numpy().astype(np.int64), 4, 0.0) for row in ids]
+
+
+def base_hash(model: PreTrainedModel) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def settings(folder: Path, **overrides: object) -> TrainConfig:
+    values = {
+        "exit_layer": 1, "recall_layers": (2, 4), "num_steps": 2, "draft_vocab_size": 64, "lora_rank": 4,
+        "lora_alpha": 8, "epochs": 6, "batch_tokens": 96, "learning_rate": 5e-3, "bridge_learning_rate": 5e-3,
+        "output": str(folder), "eval_fraction": 0.15,
+    }  # fmt: skip
+    return TrainConfig(**{**values, **overrides})
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_decoding_computes_the_training_graph(family: str) -> None:
+    """Every logit drawn from in a real decode equals the training graph's, for the draft steps that decode took.
+
+    Drafts are the greedy text with errors planted, so that cycles accept none, some and all.
+    """
+    extra = {"logits_scaling": 4.0, "attention_multiplier": 0.3} if family == "granite" else {}
+    target = Target(build(family, **extra))
+    config = ExitConfig(exit_layer=1, recall_layers=(2, 4), num_steps=3, draft_vocab=tuple(range(3, 60)), lora_rank=4)
+    adapter = build_adapter(target, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if parameter.requires_grad and ("lora" in name or "bridge" in name):
+                parameter.normal_(0.0, 0.1, generator=generator)
+    head = ExitHead(target, "exit", config, adapter)
+    prompt = [1, 5, 9, 17, 33]
+    text = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(30):
+            text = torch.cat([text, target.base(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    ids = text[0].tolist()
+    is_wrong = {12, 17, 19}  # positions whose drafts are wrong
+    seen: list[tuple[int, int, torch.Tensor]] = []  # position, step, logits
+
+    class Scripted(ChainDrafter):
+        def _distribution(self, logits: torch.Tensor, state: DecodeState, drafted: list[int]) -> torch.Tensor:
+            if not is_wrong & set(range(len(state.tokens), len(state.tokens) + len(drafted))):
+                seen.append((len(state.tokens) - 1 + len(drafted), len(drafted) + 1, logits))
+            return super()._distribution(logits, state, drafted)
+
+        def _draw(self, q: torch.Tensor, state: DecodeState, position: int) -> int:
+            return (ids[position] + (position in is_wrong)) % VOCAB
+
+    state = DecodeState(
+        tokens=list(prompt), cache=KVCache(head.num_slots, 64), max_length=30,
+        vocab_size=target.vocab_size, device=target.device, seed=0,
+    )  # fmt: skip
+    list(decode(target, Scripted(target, head, 3), state))
+    assert state.tokens == ids[:30]
+    assert all(state.stats.accepted_histogram[n] for n in (0, 1, 2, 3))
+
+    student = Student(target, adapter, head.vocab_ids)
+    taps = _states(target, ids, 1)[None]
+    recalls = torch.cat([_states(target, ids, n) for n in (2, 4)], dim=-1)[None]
+    steps = torch.ones(1, len(ids), dtype=torch.long)  # whose map last wrote a position's keys and values
+    for position, step, logits in seen:
+        steps[0, position:] = 1
+        steps[0, position] = step
+        size = position + 1
+        with torch.no_grad():
+            expected = student.head(student(taps[:, :size], recalls[:, :size], steps[:, :size])[0, -1:])[0]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert {step for _, step, _ in seen} == {1, 2, 3}
+
+
+def _states(target: Target, ids: list[int], layer: int) -> torch.Tensor:
+    """Float32 states [S, D] after ``layer`` layers, by the model's own forward."""
+    held: list[torch.Tensor] = []
+    layers = target.base.get_submodule(".".join(target._path))
+    hook = layers[layer - 1].register_forward_hook(lambda _m, _i, out: held.append(out))
+    with torch.no_grad():
+        target.base(input_ids=torch.tensor([ids]), use_cache=False)
+    hook.remove()
+    return held[0][0]
+
+
+def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
+    model = build()
+    rows = written_rows(model, 40)
+    before = base_hash(model)
+    saved = []
+    done = train_on_rows(
+        Target(model), rows, settings(tmp_path), tmp_path, VOCAB, lambda *saving: saved.append(saving)
+    )
+    assert base_hash(model) == before
+    assert done.metrics.loss < done.closed_form.loss - 0.05
+    assert done.metrics.tau[-1] >= done.closed_form.tau[-1]
+    assert saved
+    assert (tmp_path / "metrics.json").is_file()
+
+
+def test_closed_form_start_stops_before_training(tmp_path: Path) -> None:
+    done = train_on_rows(Target(build()), written_rows(build(), 12), settings(tmp_path, max_steps=0), tmp_path, VOCAB)
+    assert done.metrics.agreement == done.closed_form.agreement
+
+
+def test_ridge_recovers_a_linear_map() -> None:
+    target = Target(build())
+    config = ExitConfig(exit_layer=1, recall_layers=(2,), num_steps=2)
+    states = collect(target, config, written_rows(target.base, 30))
+    (weight, bias), (weight_2, _) = fit_ridge(states, 2, 1e-4, 10**6)
+    inputs = torch.cat([torch.cat([s.taps[2:], s.recalls[1:-1]], -1) for s in states if s.recalls is not None]).float()
+    wanted = torch.cat([s.wanted[2:] for s in states]).float()
+    explained = 1 - (inputs @ weight.T + bias - wanted).var() / wanted.var()
+    assert explained > 0.3
+    assert not torch.allclose(weight, weight_2)
+
+
+def test_row_states_do_not_depend_on_their_batch() -> None:
+    target = Target(build())
+    config = ExitConfig(exit_layer=1, recall_layers=(2, 4))
+    rows = [Row(np.arange(3, 3 + n), 2) for n in (5, 20, 9)]
+    together, alone = collect(target, config, rows), [collect(target, config, [row])[0] for row in rows]
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(a.finals, b.finals, atol=1e-4, rtol=1e-4)
+        assert a.recalls is not None
+        torch.testing.assert_close(a.recalls[:, 32:][b.answer_start - 1 : -1].float(), a.finals, atol=0.05, rtol=0.01)
+
+
+def test_steps_are_runs_from_one() -> None:
+    steps = draw_steps([50] * 4, 50, 3, torch.Generator().manual_seed(0))
+    assert steps.shape == (4, 50)
+    assert set(steps.unique().tolist()) == {1, 2, 3}
+    change = steps[:, 1:] - steps[:, :-1]
+    assert ((change == 1) | (steps[:, 1:] == 1)).all()
+
+
+def test_soft_cross_entropy_is_the_formula() -> None:
+    logits, probs = torch.randn(5, 7), torch.rand(5, 7) / 10
+    weights = torch.rand(5)
+    expected = (-(probs * logits.log_softmax(-1)).sum(-1) * weights).sum() / weights.sum()
+    torch.testing.assert_close(soft_cross_entropy(logits, probs, weights), expected)
+
+
+def test_cycles_are_walked_as_decoding_goes() -> None:
+    assert walk_cycles([[True] * 9] * 2, 2)[:2] == (9, 3)
+    assert walk_cycles([[False] * 9] * 2, 2)[:2] == (9, 9)
+
+
+def test_split_is_by_prompt_and_stable() -> None:
+    rows = [Row(np.array([i, i, 7, 8]), 2) for i in range(300) for _ in range(2)]
+    config = TrainConfig(eval_fraction=0.2)
+    train, held = split(rows, config)
+    assert not {r.ids[0] for r in train} & {r.ids[0] for r in held}
+    assert 0.1 < len(held) / len(rows) < 0.3
+    assert [r.ids[0] for r in split(rows[:200], config)[1]] == [r.ids[0] for r in held if r.ids[0] < 100]
+
+
+def test_every_packaged_config_loads() -> None:
+    assert {"smollm2-135m", "tiny"} <= set(config_names())
+    for name in config_names():
+        load_train_config(name)
+
+
+def test_overrides_reach_into_groups() -> None:
+    config = load_train_config("tiny", ["data.num_tokens=5", "learning_rate=1e-3", "recall_layers=[1, 2]"])
+    assert (config.data.num_tokens, config.learning_rate, config.recall_layers) == (5, 1e-3, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora_rnk=4", "did you mean 'lora_rank'"),
+        ("data.num_token=4", "did you mean 'num_tokens'"),
+        ("lora_rank=none", "lora_rank"),
+        ("lora_rank", "key=value"),
+    ],
+)
+def test_a_wrong_setting_is_named(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_train_config("tiny", [override])
+
+
+def test_an_unknown_config_lists_those_there_are() -> None:
+    with pytest.raises(FileNotFoundError, match="smollm2-135m"):
+        load_train_config("no-such-config")

@@ -1,0 +1,185 @@
+"""`train_exits`: data, teacher pass with the closed-form bridge, training, evaluation, a saved exit."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
+from selfspec.pretrained import load_target_model
+from selfspec.storage import fingerprint, save_exit
+from selfspec.target import Target
+from selfspec.training.config import TrainConfig
+from selfspec.training.data import Row, load_shards, read_manifest, rows_from_jsonl
+from selfspec.training.generate_data import write_data
+from selfspec.training.losses import Metrics
+from selfspec.training.states import choose_vocab, collect_cached, fit_ridge
+from selfspec.training.trainer import ExitTrainer, KeepBest, Student, evaluate, fit_confidence
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.yaml"
+
+
+@dataclass(frozen=True)
+class TrainedExit:
+    """What a run leaves in memory."""
+
+    exit_head: ExitHead
+    metrics: Metrics
+    closed_form: Metrics  # before the first gradient step
+
+
+def train_exits(config: TrainConfig) -> Path:
+    """Train one exit as ``config`` says; returns the folder of the saved exit, OUTPUT/NAME.
+
+    Raises FileExistsError when the output folder holds another run, ValueError for data or layers that do not fit.
+    """
+    folder = claim(config)
+    model, tokenizer = load_target_model(config.model, config.revision, dtype="float32")
+    target = Target(model)
+    config.exit_config(target.num_layers, None).check(target.num_layers)
+    rows = load_rows(config, target, tokenizer, folder)
+    saved = folder / config.exit
+
+    def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
+        save_exit(head, target, saved, tokenizer, training, metrics.flat())
+
+    train_on_rows(target, rows, config, folder, len(tokenizer), write)
+    return saved
+
+
+def train_on_rows(
+    target: Target, rows: Sequence[Row], config: TrainConfig, folder: Path, num_tokens: int, write: Any = None
+) -> TrainedExit:
+    """The run after the data. ``num_tokens`` is the tokenizer's size, ``write(head, metrics, training)`` saves."""
+    train_rows, held_rows = split(rows, config)
+    vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens)
+    exit_config = config.exit_config(target.num_layers, vocab)
+    label, kept = fingerprint(target.base), Path(config.states or folder / "states")
+    held_out = collect_cached(target, exit_config, held_rows, kept, label)
+    states = collect_cached(target, exit_config, train_rows, kept, label)
+    adapter = build_adapter(target, exit_config)
+    start_from_ridge(adapter, fit_ridge(states, exit_config.num_steps, config.ridge, config.ridge_tokens))
+    vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
+    student = Student(target, adapter, vocab_ids)
+    summary = {
+        "config": config.model_dump(mode="json"),
+        "num_rows": len(train_rows),
+        "num_answer_tokens": sum(row.num_answer_tokens for row in train_rows),
+        "num_held_out_rows": len(held_rows),
+        "num_held_out_answer_tokens": sum(row.num_answer_tokens for row in held_rows),
+        "draft_vocab_coverage": round(coverage(held_rows, vocab), 4),
+    }
+    logger.info("%s", {k: v for k, v in summary.items() if k != "config"})
+
+    def save(metrics: Metrics) -> None:
+        if write is not None:
+            write(build_head(target, config, exit_config, adapter), metrics, summary)
+
+    keeper = KeepBest(student, held_out, config, save)
+    closed_form = keeper.measure(0)
+    summary["closed_form"] = closed_form.flat()
+    if config.max_steps != 0:
+        trainer = ExitTrainer(student, states, config, folder)
+        trainer.add_callback(keeper)
+        keeper.trainer, keeper.began = trainer, trainer.began
+        logger.info("training: %d steps of %d tokens", trainer.num_steps_planned, config.batch_tokens)
+        trainer.train()
+        summary["num_steps"] = trainer.state.global_step
+        keeper.measure(trainer.state.global_step)
+        student.load_trained_state(keeper.best_state)
+    summary["confidence_cross_entropy"] = round(fit_confidence(student, held_out, config), 4)
+    metrics = evaluate(student, held_out, config)
+    save(metrics)
+    (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
+    return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
+
+
+def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
+    """An `ExitHead` over the adapter as it stands now."""
+    return ExitHead(target, config.exit, exit_config, adapter, {"training": {}, "metrics": {}})
+
+
+def start_from_ridge(adapter: PeftModel, solutions: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Set the bridge maps to the ridge solutions."""
+    maps = active(unwrap(adapter).bridge).maps
+    with torch.no_grad():
+        for linear, (weight, bias) in zip(maps, solutions, strict=True):
+            linear.weight.copy_(weight)
+            linear.bias.copy_(bias)
+
+
+def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[Row]:
+    """The rows that the config asks for, generated where they are not there yet."""
+    data = config.data
+    if data.jsonl:
+        rows = rows_from_jsonl(data.jsonl, tokenizer, data.max_row_tokens)
+    else:
+        shards = Path(data.folder) if data.folder else folder / "data"
+        held = read_manifest(shards)["num_answer_tokens"] if (shards / "manifest.json").is_file() else 0
+        if held < data.num_tokens:
+            temperatures = data.temperatures
+            write_data(target.base, tokenizer, shards, data.num_tokens, data.prompts, temperatures, seed=config.seed)
+        rows = [row for row in load_shards(shards) if len(row.ids) <= data.max_row_tokens]
+    kept, total = [], 0
+    for row in rows:
+        if total >= data.num_tokens:
+            break
+        kept.append(row)
+        total += row.num_answer_tokens
+    return kept
+
+
+def split(rows: Sequence[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, by a hash of the prompt: alike prompts stay together, more data moves no row.
+
+    Where that leaves a side empty (few rows), the last row is held out.
+    """
+    train, held = [], []
+    for row in rows:
+        digest = hashlib.sha256(f"{config.seed}".encode() + row.ids[: row.answer_start].tobytes()).digest()
+        (held if int.from_bytes(digest[:4], "big") < config.eval_fraction * 2**32 else train).append(row)
+    if train and held:
+        return train, held
+    if len(rows) < 2:
+        raise ValueError(f"{len(rows)} rows are too few: at least two are needed, one of them held out")
+    return list(rows[:-1]), list(rows[-1:])
+
+
+def coverage(rows: Sequence[Row], vocab: tuple[int, ...] | None) -> float:
+    """Share of answer tokens that the drafted vocabulary contains."""
+    if vocab is None:
+        return 1.0
+    known = set(vocab)
+    tokens = [t for row in rows for t in row.ids[row.answer_start :].tolist()]
+    return sum(t in known for t in tokens) / max(len(tokens), 1)
+
+
+def claim(config: TrainConfig) -> Path:
+    """Make the run's folder, or go on with one of the same settings; how long to train may differ."""
+    folder, settings = Path(config.output), config.model_dump(mode="json")
+    path = folder / RUN_FILE
+    if folder.exists() and any(p.name not in ("data", "states") for p in folder.iterdir()):
+        old = yaml.safe_load(path.read_text()) if path.is_file() else None
+        if old is None:
+            raise FileExistsError(f"{folder} is not empty and holds no training run; choose another output")
+        length = {"max_steps", "max_minutes", "epochs"}
+        changed = sorted(k for k in settings if k not in length and old.get(k) != settings[k])
+        if changed:
+            raise FileExistsError(f"{folder} holds a run with other {', '.join(changed)}; choose another output")
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+    os.replace(temporary, path)
+    return folder

@@ -1,0 +1,253 @@
+"""One teacher pass over the training rows: the states that exits are trained on, and the closed-form bridge.
+
+Shapes: B rows of a batch, S positions, D hidden, n recalled layers, V vocabulary, V_d drafted vocabulary, A positions
+that carry the loss (their next token is in the answer).
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from selfspec.bridge import RidgeAccumulator
+from selfspec.exits import ExitConfig, slice_output
+from selfspec.target import _CACHE, Head, Target, _only_hidden, _with_cache
+from selfspec.training.data import Row
+
+HEAD_CHUNK = 512  # rows of full-vocabulary logits held at once
+CHUNK_ROWS = 64  # rows a file of kept states holds
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """What the teacher knows about one row; states in bfloat16 unless said otherwise."""
+
+    taps: Tensor  # [S, D], after the exit layer
+    recalls: Tensor | None  # [S, n D], after the recalled layers
+    wanted: Tensor  # [S, D], input of the last layer: what the closed-form bridge aims at
+    finals: Tensor  # [A, D] in float32, after the last layer, before the final norm
+    answer_start: int
+    log_sums: Tensor  # [A], log of the sum of exp(logits) over the whole vocabulary
+    argmaxes: Tensor  # [A], the target's most probable tokens
+    temperature: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.taps.shape[0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded to one length."""
+
+    taps: Tensor  # [B, S, D]
+    recalls: Tensor | None  # [B, S, n D], at their own positions
+    lengths: Tensor  # [B]
+    is_scored: Tensor  # [B, S], position carries the loss
+    finals: Tensor  # [A, D]
+    log_sums: Tensor  # [A]
+    argmaxes: Tensor  # [A]
+
+
+def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int) -> tuple[int, ...] | None:
+    """The ``size`` most frequent tokens of the rows, sorted; ids of the tokenizer (< ``num_tokens``) only."""
+    if size is None or size >= num_tokens:
+        return None
+    counts: Counter[int] = Counter()
+    for row in rows:
+        counts.update(row.ids[1:].tolist())
+        counts.update(row.ids[row.answer_start :].tolist() * 3)  # answers are what is drafted
+    ranked = sorted((i for i in counts if i < num_tokens), key=lambda i: (-counts[i], i))[:size]
+    chosen = set(ranked)
+    ranked += [i for i in range(num_tokens) if i not in chosen][: size - len(ranked)]  # low ids are common pieces
+    return tuple(sorted(ranked))
+
+
+def run_whole(target: Target, hidden: Tensor, start: int, stop: int) -> Tensor:
+    """Layers [start, stop) without a cache over whole sequences ``hidden`` [B, S, D]."""
+    target._prepare(hidden.shape[1])
+    rows = target._fill(0, hidden.shape[1], hidden.shape[1], None, None)
+    for layer in range(start, stop):
+        args, kwargs = rows.calls[layer]
+        args = tuple(None if a is _CACHE else a for a in args)
+        hidden = _only_hidden(target.layers[layer](hidden, *args, **_with_cache(kwargs, None)))
+    return hidden
+
+
+def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Indices grouped by length, each group at most ``batch_tokens`` padded tokens (or a single row)."""
+    groups: list[list[int]] = [[]]
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if groups[-1] and (len(groups[-1]) + 1) * lengths[index] > batch_tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return [group for group in groups if group]
+
+
+@torch.no_grad()
+def collect(target: Target, config: ExitConfig, rows: Sequence[Row], batch_tokens: int = 2048) -> list[RowStates]:
+    """The teacher pass over ``rows``; their order is kept."""
+    states: dict[int, RowStates] = {}
+    marks = sorted({config.exit_layer, *config.recall_layers, target.num_layers - 1, target.num_layers})
+    for group in batches_of([len(row.ids) for row in rows], batch_tokens):
+        chosen = [rows[i] for i in group]
+        ids = pad_sequence([torch.from_numpy(row.ids) for row in chosen], batch_first=True).to(target.device)
+        # right padding needs no mask: causal attention never looks at what comes after a row
+        hidden, start = target.embed(ids), 0
+        held = {}
+        for mark in marks:
+            hidden = run_whole(target, hidden, start, mark)
+            held[mark], start = hidden, mark
+        recalls = torch.cat([held[r] for r in config.recall_layers], dim=-1) if config.recall_layers else None
+        for b, (index, row) in enumerate(zip(group, chosen, strict=True)):
+            size = len(row.ids)
+            finals = hidden[b, row.answer_start - 1 : size - 1]
+            log_sums, argmaxes = _teacher(target, finals)
+            states[index] = RowStates(
+                taps=held[config.exit_layer][b, :size].bfloat16().cpu(),
+                recalls=None if recalls is None else recalls[b, :size].bfloat16().cpu(),
+                wanted=held[target.num_layers - 1][b, :size].bfloat16().cpu(),
+                finals=finals.clone().cpu(),
+                answer_start=row.answer_start,
+                log_sums=log_sums.cpu(),
+                argmaxes=argmaxes.cpu(),
+                temperature=row.temperature,
+            )
+    return [states[i] for i in range(len(rows))]
+
+
+def collect_cached(
+    target: Target, config: ExitConfig, rows: Sequence[Row], folder: Path, label: str, chunk: int = CHUNK_ROWS
+) -> list[RowStates]:
+    """`collect` in chunks of rows, each kept as a file: an interrupted pass goes on, and more data later costs only
+    its own pass. Files are named by what they were made from, so two processes may share the work.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    states: list[RowStates] = []
+    identity = json.dumps([label, config.exit_layer, config.recall_layers])
+    starts = range(0, len(rows), chunk)
+    for start in track(starts, description="teacher pass"):
+        part = rows[start : start + chunk]
+        digest = hashlib.sha256(identity.encode())
+        for row in part:
+            digest.update(row.ids.tobytes() + str(row.answer_start).encode())
+        path = folder / f"states-{digest.hexdigest()[:20]}.pt"
+        if path.is_file():
+            states += [RowStates(**entry) for entry in torch.load(path, weights_only=True)]
+            continue
+        made = collect(target, config, part)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        torch.save([vars(state) for state in made], temporary)
+        os.replace(temporary, path)
+        states += made
+    return states
+
+
+def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
+    log_sums, argmaxes = [], []
+    for part in finals.split(HEAD_CHUNK):
+        logits = target.logits(part[None])[0]
+        argmaxes.append(logits.argmax(-1))
+        log_sums.append(logits.logsumexp(-1))
+    return torch.cat(log_sums), torch.cat(argmaxes)
+
+
+@torch.no_grad()
+def fit_ridge(
+    states: Sequence[RowStates], num_steps: int, strength: float, max_tokens: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Weight and bias of the closed-form bridge map of every draft step, from the first ``max_tokens`` tokens."""
+    hidden_size = states[0].taps.shape[1]
+    recalled = 0 if states[0].recalls is None else states[0].recalls.shape[1]
+    solutions = []
+    for j in range(1, (num_steps if recalled else 1) + 1):
+        accumulator, used = RidgeAccumulator(hidden_size + recalled, hidden_size), 0
+        for begin in range(0, len(states), CHUNK_ROWS):
+            inputs, wanted = [], []
+            for row in states[begin : begin + CHUNK_ROWS]:
+                # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
+                first = j + 1 if recalled else 1
+                parts = [row.taps[first:]]
+                if row.recalls is not None:
+                    parts.append(row.recalls[first - j : row.num_tokens - j])
+                inputs.append(torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)])
+                wanted.append(row.wanted[first:])
+            accumulator.add(torch.cat(inputs), torch.cat(wanted))
+            used = accumulator.num_rows
+            if used >= max_tokens:
+                break
+        solutions.append(accumulator.solve(strength))
+    return solutions
+
+
+def recall_back(recalls: Tensor, steps: Tensor) -> Tensor:
+    """Deep states [B, S, nD] of ``steps`` [B, S] positions earlier; zeros before the beginning."""
+    source = torch.arange(recalls.shape[1], device=recalls.device) - steps  # [B, S]
+    rows = torch.arange(recalls.shape[0], device=recalls.device)[:, None]
+    return recalls[rows, source.clamp(min=0)] * (source >= 0)[..., None]
+
+
+def make_batch(rows: Sequence[RowStates], device: torch.device, dtype: torch.dtype) -> Batch:
+    """Pad rows to one length."""
+    taps = pad_sequence([row.taps for row in rows], batch_first=True)
+    held = [row.recalls for row in rows if row.recalls is not None]
+    is_scored = torch.zeros(taps.shape[:2], dtype=torch.bool)
+    for b, row in enumerate(rows):
+        is_scored[b, row.answer_start - 1 : row.num_tokens - 1] = True
+    return Batch(
+        taps=taps.to(device, dtype),
+        recalls=pad_sequence(held, batch_first=True).to(device, dtype) if held else None,
+        lengths=torch.tensor([row.num_tokens for row in rows], device=device),
+        is_scored=is_scored.to(device),
+        finals=torch.cat([row.finals for row in rows]).to(device, dtype),
+        log_sums=torch.cat([row.log_sums for row in rows]).to(device),
+        argmaxes=torch.cat([row.argmaxes for row in rows]).to(device),
+    )
+
+
+class Teacher:
+    """The target's distribution over the drafted vocabulary, made anew from kept states."""
+
+    def __init__(self, target: Target, vocab_ids: Tensor | None) -> None:
+        self.head = Head(target, None, slice_output(target.output, vocab_ids))
+
+    @torch.no_grad()
+    def probs(self, batch: Batch) -> Tensor:
+        """p [A, V_d]; sums to less than 1 where tokens are not drafted."""
+        return (self.head(batch.finals[None])[0].float() - batch.log_sums[:, None]).exp_()
+
+
+class StudentHead:
+    """The family's way from normed exit states to logits over the drafted vocabulary."""
+
+    def __init__(self, target: Target, vocab_ids: Tensor | None) -> None:
+        self.head = Head(target, nn.Identity(), slice_output(target.output, vocab_ids))
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Logits [A, V_d] in float32 of normed states [A, D]."""
+        return self.head(normed[None])[0].float()
+
+
+def draw_steps(lengths: Sequence[int], size: int, num_steps: int, generator: torch.Generator) -> Tensor:
+    """A draft step for every position, [B, S]: runs 1, 2, .., m of random length m <= num_steps, like cycles."""
+    rows = [list(_runs(size, num_steps, generator)) for _ in lengths]
+    return torch.tensor(rows)
+
+
+def _runs(size: int, num_steps: int, generator: torch.Generator) -> Iterator[int]:
+    ends = torch.randint(1, num_steps + 1, (size,), generator=generator).tolist()
+    made = 0
+    for end in ends:
+        for step in range(1, end + 1):
+            if made == size:
+                return
+            made += 1
+            yield step

@@ -1,0 +1,314 @@
+"""Training of one exit head on the states that the teacher pass kept; the base model takes no part."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from selfspec.exits import active, unwrap
+from selfspec.target import Target
+from selfspec.training.config import TrainConfig
+from selfspec.training.losses import Metrics, overlap, soft_cross_entropy, walk_cycles
+from selfspec.training.states import (
+    Batch,
+    RowStates,
+    StudentHead,
+    Teacher,
+    batches_of,
+    draw_steps,
+    make_batch,
+    recall_back,
+)
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trained_state.safetensors"
+
+
+class Student(nn.Module):
+    """The training graph of an exit: bridge maps chosen by each position's draft step, block, exit norm."""
+
+    def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.__dict__["target"] = target  # not a submodule: nothing of it is trained or saved
+        self.__dict__["head"] = StudentHead(target, vocab_ids)
+        self.__dict__["vocab_ids"] = vocab_ids
+        self.__dict__["teacher"] = Teacher(target, vocab_ids)
+
+    def forward(self, taps: Tensor, recalls: Tensor | None, steps: Tensor) -> Tensor:
+        """Normed states [B, S, D]; ``recalls`` [B, S, nD] at their own positions, ``steps`` [B, S] from 1."""
+        module = unwrap(self.adapter)
+        maps = active(module.bridge).maps
+        if recalls is None:
+            return module(self.target, maps[0](taps))
+        inputs = torch.cat([taps, recall_back(recalls, steps)], dim=-1)  # [B, S, (1 + n) D]
+        which = steps.clamp(max=len(maps))
+        bridged = taps.new_zeros(taps.shape)
+        for j, linear in enumerate(maps, start=1):
+            chosen = which == j
+            bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]))
+        return module(self.target, bridged)
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """Copies of all weights that training changes, by name."""
+        return {n: p.detach().clone() for n, p in self.adapter.named_parameters() if p.requires_grad}
+
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `trained_state` gave."""
+        own = {n: p for n, p in self.adapter.named_parameters() if p.requires_grad}
+        if own.keys() != state.keys():
+            raise ValueError(f"state has other weights: {sorted(own.keys() ^ state.keys())[:4]}")
+        with torch.no_grad():
+            for name, value in state.items():
+                own[name].copy_(value)
+
+
+class _Batches(Dataset[list[int]]):
+    """Ready-made groups of rows of alike length."""
+
+    def __init__(self, groups: list[list[int]]) -> None:
+        self.groups = groups
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> list[int]:
+        return self.groups[index]
+
+
+class ExitTrainer(Trainer):
+    """Hugging Face's loop over kept states; checkpoints hold the trained weights, never the base."""
+
+    def __init__(self, student: Student, states: Sequence[RowStates], config: TrainConfig, folder: Path) -> None:
+        groups = batches_of([row.num_tokens for row in states], config.batch_tokens)
+        self.states, self.config = states, config
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.began = time.monotonic()
+        steps_per_epoch = len(groups)
+        limit = config.max_steps or math.ceil(config.epochs * steps_per_epoch)
+        self.num_steps_planned = limit
+        arguments = TrainingArguments(
+            output_dir=str(folder / "checkpoints"),
+            max_steps=limit,
+            per_device_train_batch_size=1,
+            learning_rate=config.learning_rate,
+            max_grad_norm=1.0,
+            seed=config.seed,
+            use_cpu=student.target.device.type == "cpu",
+            logging_steps=10,
+            save_strategy="no",
+            report_to=["tensorboard"],
+            remove_unused_columns=False,
+            label_names=[],
+            dataloader_pin_memory=False,
+        )
+        super().__init__(model=student, args=arguments, train_dataset=_Batches(groups))
+        self.can_return_loss = True
+        self.log_extra: dict[str, float] = {}
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """One group of rows a step, in an order drawn anew each epoch."""
+        groups = self.train_dataset
+        shuffle = torch.Generator().manual_seed(self.config.seed)
+        return DataLoader(groups, batch_size=1, shuffle=True, generator=shuffle, collate_fn=self._collate)
+
+    def _collate(self, items: list[list[int]]) -> dict[str, Any]:
+        return {"batch": make_batch([self.states[i] for i in items[0]], self.args.device, torch.float32)}
+
+    def _prepare_input(self, data: Any) -> Any:
+        return data
+
+    def create_optimizer(self, *_: Any, **__: Any) -> torch.optim.Optimizer:
+        """AdamW with a learning rate of its own for the bridge."""
+        if self.optimizer is None:
+            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and "confidence" not in n]
+            bridge = [p for n, p in named if ".bridge." in n]
+            rest = [p for n, p in named if ".bridge." not in n]
+            groups = [
+                {"params": rest, "lr": self.config.learning_rate},
+                {"params": bridge, "lr": self.config.bridge_learning_rate},
+            ]
+            self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.98))
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Warm-up, then cosine to zero over the planned steps, or over the minutes given, whichever end comes first."""
+
+        def factor(step: int) -> float:
+            done = step / num_training_steps
+            if self.config.max_minutes:
+                done = max(done, (time.monotonic() - self.began) / (60 * self.config.max_minutes))
+            warm = min(1.0, (step + 1) / max(1.0, self.config.warmup_ratio * num_training_steps))
+            return warm * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        """Soft cross-entropy at the answer positions, steps weighted by step_decay ** (j - 1)."""
+        batch: Batch = inputs["batch"]
+        student = self.accelerator.unwrap_model(model)
+        num_maps = self.config.num_steps if batch.recalls is not None else 1
+        steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], num_maps, self.generator).to(batch.taps.device)
+        normed = model(batch.taps, batch.recalls, steps)[batch.is_scored]  # [A, D]
+        logits, probs = student.head(normed), student.teacher.probs(batch)
+        scored_steps = steps[batch.is_scored]
+        loss = soft_cross_entropy(logits, probs, self.config.step_decay ** (scored_steps - 1.0))
+        if self.state.global_step % self.args.logging_steps == 0:
+            first = scored_steps == 1
+            ids = student.vocab_ids
+            guess = logits.detach().argmax(-1)
+            guess = guess if ids is None else ids[guess]
+            right = (guess == batch.argmaxes).float()
+            self.log_extra = {
+                "agreement": right[first].mean().item(),
+                "accepted_mass": overlap(logits.detach()[first], probs[first]).mean().item(),
+            }
+            a = self.log_extra["agreement"]
+            self.log_extra["predicted_tau"] = 1 + a + a * a
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Loss comes with agreement, sum min(p, q) and predicted tau of the last batch."""
+        if "loss" in logs:
+            logs |= {k: round(v, 4) for k, v in self.log_extra.items()}
+            logs["minutes"] = round((time.monotonic() - self.began) / 60, 2)
+        super().log(logs, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        del state_dict  # the default writes the frozen base as well
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = self.accelerator.unwrap_model(self.model).trained_state()
+        save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / STATE_FILE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        student = self.accelerator.unwrap_model(model or self.model)
+        student.load_trained_state(load_file(Path(resume_from_checkpoint) / STATE_FILE))
+
+
+class KeepBest(TrainerCallback):
+    """Measures the held-out rows every few minutes, keeps the best state, stops at the time limit."""
+
+    def __init__(
+        self, student: Student, held_out: Sequence[RowStates], config: TrainConfig, write: Callable[[Metrics], None]
+    ) -> None:
+        self.student, self.held_out, self.config, self.write = student, held_out, config, write
+        self.best: Metrics | None = None
+        self.best_state: dict[str, Tensor] = {}
+        self.began = self.last = time.monotonic()
+        self.trainer: ExitTrainer | None = None
+
+    def measure(self, step: int) -> Metrics:
+        """Evaluate now; keep and write the state if it is the best one so far."""
+        metrics = evaluate(self.student, self.held_out, self.config)
+        logger.info("step %d: held-out %s", step, metrics.flat())
+        if self.trainer is not None:
+            self.trainer.log({f"eval_{k}": v for k, v in metrics.flat().items()})
+        if self.best is None or metrics.tau[-1] > self.best.tau[-1]:
+            self.best, self.best_state = metrics, self.student.trained_state()
+            self.write(metrics)
+        return metrics
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Measure or stop when the clock says so."""
+        del args, kwargs
+        now = time.monotonic()
+        if self.config.max_minutes and now - self.began > 60 * self.config.max_minutes:
+            control.should_training_stop = True
+        elif now - self.last > 60 * self.config.eval_minutes:
+            self.measure(state.global_step)
+            self.last = time.monotonic()
+        return control
+
+
+@torch.no_grad()
+def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Metrics:
+    """Agreement and sum min(p, q) per step on all rows; a_j and tau by walking the greedy ones.
+
+    Every step j is scored at every position (the whole row with the map of j), then real cycles are walked.
+    """
+    num_steps = config.num_steps
+    loss, count = 0.0, 0
+    hits, mass = [0] * num_steps, [0.0] * num_steps
+    totals = [[0, 0] for _ in range(num_steps)]  # tokens, cycles for k
+    tried, accepted = [0] * num_steps, [0] * num_steps
+    has_greedy = any(not row.temperature > 0 for row in states)
+    for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
+        rows = [states[i] for i in group]
+        batch = make_batch(rows, student.target.device, torch.float32)
+        probs = student.teacher.probs(batch)
+        right = []
+        for j in range(1, num_steps + 1):
+            steps = torch.full(batch.taps.shape[:2], j, device=batch.taps.device)
+            logits = student.head(student(batch.taps, batch.recalls, steps)[batch.is_scored])
+            guess = logits.argmax(-1)
+            guess = guess if student.vocab_ids is None else student.vocab_ids[guess]
+            right.append(guess == batch.argmaxes)
+            hits[j - 1] += int(right[-1].sum())
+            mass[j - 1] += float(overlap(logits, probs).sum())
+            if j == 1:
+                loss += float(soft_cross_entropy(logits, probs, logits.new_ones(len(logits)))) * len(logits)
+                count += len(logits)
+        begin = 0
+        for row in rows:
+            end = begin + len(row.argmaxes)
+            if not row.temperature > 0 or not has_greedy:
+                flags = [r[begin:end].tolist() for r in right]
+                for k in range(1, num_steps + 1):
+                    size, cycles, row_tried, row_accepted = walk_cycles(flags, k)
+                    totals[k - 1][0] += size
+                    totals[k - 1][1] += cycles
+                for j in range(num_steps):
+                    tried[j] += row_tried[j]
+                    accepted[j] += row_accepted[j]
+            begin = end
+    return Metrics(
+        loss=round(loss / max(count, 1), 4),
+        agreement=[h / max(count, 1) for h in hits],
+        accepted_mass=[m / max(count, 1) for m in mass],
+        acceptance=[a / max(t, 1) for a, t in zip(accepted, tried, strict=True)],
+        tau=[tokens / max(cycles, 1) for tokens, cycles in totals],
+    )
+
+
+def fit_confidence(student: Student, states: Sequence[RowStates], config: TrainConfig, num_steps: int = 300) -> float:
+    """Logistic regression from normed states to sum min(p, q), with soft targets; returns its cross-entropy."""
+    features, targets = [], []
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.no_grad():
+        for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
+            batch = make_batch([states[i] for i in group], student.target.device, torch.float32)
+            steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], config.num_steps, generator)
+            normed = student(batch.taps, batch.recalls, steps.to(batch.taps.device))[batch.is_scored]
+            features.append(normed)
+            targets.append(overlap(student.head(normed), student.teacher.probs(batch)))
+    x, y = torch.cat(features), torch.cat(targets).clamp(0, 1)
+    scale = x.std(0).clamp(min=1e-6)
+    linear = nn.Linear(x.shape[1], 1, device=x.device)
+    nn.init.zeros_(linear.weight)
+    nn.init.constant_(linear.bias, float(torch.logit(y.mean().clamp(0.01, 0.99))))
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-2, weight_decay=1e-2)
+    scaled = x / scale
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(linear(scaled)[:, 0], y)
+        loss.backward()
+        optimizer.step()
+    confidence = active(unwrap(student.adapter).confidence)
+    with torch.no_grad():
+        confidence.weight.copy_(linear.weight / scale)
+        confidence.bias.copy_(linear.bias)
+    return float(loss.detach())
