@@ -1,0 +1,279 @@
+"""Speed on one machine: this engine against transformers' generate, and what each part of a cycle costs.
+
+    python -m selfspec.eval.speed --prompts questions.jsonl --output docs/results/cpu_speed.json
+
+The file of prompts is in Spec-Bench's format (`category`, `turns`), of which the first turn is asked. Methods run in
+turn, prompt by prompt, in rotating order after a warm-up; figures are medians, or ratios of summed decoding times
+(prefill apart).
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from selfspec.cache import KVCache
+from selfspec.decode import DecodeState
+from selfspec.model import EarlyExitModel
+from selfspec.provenance import provenance
+
+CONTEXTS = (64, 256, 1000)
+
+
+class _Clock(BaseStreamer):
+    """Notes when tokens come out of transformers' generate."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        del value
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+    @property
+    def decode(self) -> tuple[int, float]:
+        """Tokens and seconds between the first new token and the last (the first `put` is the prompt)."""
+        return len(self.times) - 2, self.times[-1] - self.times[1]
+
+
+def interleave(methods: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """Results of every method, run in turn ``rounds`` times after a warm-up, the order rotated."""
+    results: dict[str, list[Any]] = {name: [] for name in methods}
+    for method in methods.values():
+        method()
+    names = list(methods)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            results[name].append(methods[name]())
+    return results
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds that ``call`` takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def random_prompt(length: int) -> Tensor:
+    """Ids [1, length] of ordinary tokens."""
+    return torch.randint(100, 40_000, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def transformers_speed(model: EarlyExitModel, ids: Tensor, num_tokens: int) -> tuple[int, float]:
+    """Decoded tokens and seconds of transformers' own greedy generate."""
+    clock = _Clock()
+    model.base.generate(ids, max_new_tokens=num_tokens, do_sample=False, streamer=clock)
+    return clock.decode
+
+
+def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[str, Any]:
+    """Ordinary decoding of this engine (width 1) over transformers' generate, by context."""
+    found = {}
+    for context in CONTEXTS:
+        ids = random_prompt(context)
+
+        def ours(ids: Tensor = ids) -> float:
+            out = model.generate(ids, max_new_tokens=num_tokens, draft="off", exact=False, eos_token_id=None)
+            return out.stats.tokens_per_second
+
+        def theirs(ids: Tensor = ids) -> float:
+            tokens, seconds = transformers_speed(model, ids, num_tokens)
+            return tokens / seconds
+
+        runs = interleave({"selfspec": ours, "transformers": theirs}, rounds)
+        speeds = {name: statistics.median(values) for name, values in runs.items()}
+        found[str(context)] = {**speeds, "ratio": speeds["selfspec"] / speeds["transformers"]}
+    return found
+
+
+@torch.no_grad()
+def pass_costs(model: EarlyExitModel, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a whole pass by number of rows, of a draft step and of its parts, by context."""
+    target, head = model.target, model.default_exit
+    found = {}
+    for context in CONTEXTS:
+        cache = KVCache(target.num_layers + 1, context + 16)
+        ids = random_prompt(context + 8)
+        state = DecodeState(ids[0, :context].tolist(), cache, context + 16, target.vocab_size, target.device)
+        target.run_layers(target.embed(ids[:, :context]), 0, target.num_layers, cache)
+        cache.lengths = [context] * len(cache.lengths)
+
+        def rows(count: int, ids: Tensor = ids, cache: KVCache = cache, context: int = context) -> float:
+            def run() -> None:
+                tokens = ids[:, context : context + count]
+                target.logits(target.run_layers(target.embed(tokens, context), 0, target.num_layers, cache))
+
+            seconds = timed(run)
+            cache.rollback(context)
+            return seconds * 1e3
+
+        methods: dict[str, Callable[[], float]] = {f"pass_{n}": partial(rows, n) for n in (1, 2, 3, 4, 5)}
+        if head is not None:
+            methods |= _draft_parts(model, state, ids, context)
+        runs = interleave(methods, rounds)
+        costs = {f"{name}_ms": statistics.median(values) for name, values in runs.items()}
+        costs["verify_5_over_1"] = costs["pass_5_ms"] / costs["pass_1_ms"]
+        if head is not None:
+            costs["draft_step_over_parts"] = costs["draft_step_ms"] / costs["draft_parts_ms"]
+            costs["draft_step_over_pass"] = costs["draft_step_ms"] / costs["pass_1_ms"]
+        found[str(context)] = costs
+    return found
+
+
+def _draft_parts(
+    model: EarlyExitModel, state: DecodeState, ids: Tensor, context: int
+) -> dict[str, Callable[[], float]]:
+    """A draft step as the drafter runs it, and the sum of its parts called bare: what it must cost at least."""
+    target, head, cache = model.target, model.default_exit, state.cache
+    assert head is not None
+    token = ids[:, context : context + 1]
+    width = target.hidden_size * len(head.recall_layers)
+    state.recall = torch.zeros(1, 1, width, dtype=target.dtype) if width else None
+
+    def step() -> float:
+        def run() -> None:
+            tap = target.run_layers(target.embed(token, context), 0, head.exit_layer, cache)
+            logits, _ = head.step(target, state, tap, 1)
+            logits.argmax()
+
+        seconds = timed(run)
+        cache.rollback(context)
+        return seconds * 1e3
+
+    tap = target.embed(token, context)
+
+    def parts() -> float:
+        began = time.perf_counter()
+        target.run_layers(tap, 0, head.exit_layer, cache)
+        if head.adapter is not None:
+            hidden = head.bridge(tap, state.recall, 1)
+            slot = range(target.num_layers, target.num_layers + 1)
+            target.run_modules([head.block], hidden, slot, cache)
+        head.head(tap)
+        seconds = time.perf_counter() - began
+        cache.rollback(context)
+        return seconds * 1e3
+
+    return {"draft_step": step, "draft_parts": parts}
+
+
+def read_questions(path: Path, per_category: int) -> list[tuple[str, str]]:
+    """(category, first turn) of the first ``per_category`` questions of each category."""
+    kept: list[tuple[str, str]] = []
+    counts: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            question = json.loads(line)
+            category, text = question["category"], question["turns"][0]
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a question with category and turns ({error})") from error
+        counts[category] = counts.get(category, 0) + 1
+        if counts[category] <= per_category:
+            kept.append((category, text))
+    if not kept:
+        raise ValueError(f"{path}: no questions")
+    return kept
+
+
+def questions(
+    model: EarlyExitModel, asked: Iterable[tuple[str, str]], num_tokens: int, methods: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """One row per question: what each method emitted, in how many seconds, and whether the text was the same."""
+    assert model.tokenizer is not None
+    rows = []
+    for number, (category, text) in enumerate(asked):
+        chat = [{"role": "user", "content": text}]
+        ids = model.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        row: dict[str, Any] = {"category": category, "prompt_tokens": ids.shape[1]}
+        names = ["transformers", *methods]
+        texts = {}
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            if name == "transformers":
+                tokens, seconds = transformers_speed(model, ids, num_tokens)
+                row[name] = {"tokens": tokens, "seconds": seconds}
+                continue
+            out = model.generate(ids, max_new_tokens=num_tokens, **methods[name])
+            texts[name] = out.sequences.tolist()
+            stats = out.stats
+            row[name] = {"tokens": stats.num_emitted, "seconds": stats.decode_seconds, **stats.to_dict()}
+        row["identical"] = all(t == texts["ar"] for t in texts.values())
+        rows.append(row)
+    return rows
+
+
+def summarise(rows: list[dict[str, Any]], methods: Iterable[str]) -> dict[str, Any]:
+    """Tokens per second (summed tokens over summed seconds), speedups, tau and acceptance of the rows."""
+    summary: dict[str, Any] = {"num_questions": len(rows), "identical": sum(r["identical"] for r in rows)}
+    for name in ["transformers", *methods]:
+        held = [row[name] for row in rows]
+        tokens, seconds = sum(h["tokens"] for h in held), sum(h["seconds"] for h in held)
+        summary[name] = {"tokens_per_second": tokens / seconds if seconds else 0.0}
+        if name != "transformers":
+            cycles, drafted = sum(h["num_cycles"] for h in held), sum(h["num_drafted"] for h in held)
+            summary[name]["tau"] = tokens / cycles if cycles else 0.0
+            accepted = sum(h["num_accepted"] for h in held)
+            summary[name]["acceptance_rate"] = accepted / drafted if drafted else 0.0
+    for name in methods:
+        speed = summary[name]["tokens_per_second"]
+        summary[name]["over_ar"] = speed / summary["ar"]["tokens_per_second"]
+        summary[name]["over_transformers"] = speed / summary["transformers"]["tokens_per_second"]
+    return summary
+
+
+def main(
+    prompts: Annotated[Path, typer.Option(help="jsonl with category and turns.")],
+    output: Annotated[Path, typer.Option(help="Where the results go.")],
+    per_category: int = 5,
+    new_tokens: int = 64,
+    rounds: int = 7,
+    dtype: str | None = None,
+    threads: int = 1,
+    draft_lens: str = "1,2,3",
+    exits: str | None = None,
+) -> None:
+    """Measure and write one results file."""
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    model = EarlyExitModel.from_pretrained(dtype=dtype, exits=exits)
+    asked = read_questions(prompts, per_category)
+    methods: dict[str, dict[str, Any]] = {"ar": {"draft": "off", "exact": False}}
+    if model.exits:
+        methods |= {f"k={k}": {"draft_len": int(k), "exact": False} for k in draft_lens.split(",")}
+        methods["default"] = {}
+    rows = questions(model, [asked[0], *asked], new_tokens, methods)[1:]  # the first one twice: warm-up
+    categories = sorted({row["category"] for row in rows})
+    results = {
+        "settings": {
+            "dtype": str(model.target.dtype), "threads": threads, "new_tokens": new_tokens,
+            "per_category": per_category, "methods": methods, "exit": model.default_exit and model.default_exit.name,
+        },
+        "summary": summarise(rows, methods),
+        "by_category": {c: summarise([r for r in rows if r["category"] == c], methods) for c in categories},
+        "plain_decoding": plain_decoding(model, rounds, new_tokens),
+        "pass_costs": pass_costs(model, 3 * rounds),
+        "rows": rows,
+        "provenance": provenance(model.target.device),
+    }  # fmt: skip
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    typer.echo(json.dumps(results["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
