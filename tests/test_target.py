@@ -89,7 +89,7 @@ def test_a_family_that_cannot_be_split_is_refused_by_name() -> None:
     for layer in base.model.layers:
         layer.leak = 0.0
         layer.register_forward_hook(add_leak)
-    with pytest.raises(UnsupportedModelError, match="llama: .*in parts"):
+    with pytest.raises(UnsupportedModelError, match=r"llama: .*in parts"):
         Target(base)
 
 
