@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from . import attention_reference
+from . import attention_reference, linear_reference
 
 CHOICES = ("reference", "triton")
 
@@ -36,3 +36,8 @@ def attention(
 ) -> Tensor:
     """See `attention_reference.attention`."""
     return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `linear_reference.linear`."""
+    return linear_reference.linear(x, weight, bias)

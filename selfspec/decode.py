@@ -89,10 +89,9 @@ class DecodeState:
 
         def row_probs(row: int, path: list[int]) -> Tensor:
             drafted = [int(draft.tokens[0, r - 1]) for r in path]
-            prefix, scores = self.prefix(drafted), logits[row : row + 1]
-            if self.processors:
-                scores = self.processors(prefix[None], scores.clone())
-            return logits_to_probs(scores, self.sampling, [prefix], self.forbidden(len(prefix)))[0]
+            prefix, process = self.prefix(drafted), self.processors or None
+            scores, mask = logits[row : row + 1], self.forbidden(len(prefix))
+            return logits_to_probs(scores, self.sampling, [prefix], mask, process)[0]
 
         is_plain = not self.processors and self.sampling.repetition_penalty == 1
         if is_plain and len(self.tokens) >= self.min_length:

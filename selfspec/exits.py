@@ -163,6 +163,7 @@ class ExitHead:
     def step(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> tuple[Tensor, float]:
         """Logits [V_d] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D], and the chance that it is accepted."""
         if self.adapter is None:
+            state.backlog = None  # there is no block to feed
             return self.head(tap)[0, -1].float(), 1.0
         taps, recalls = tap, state.recall
         if state.backlog is not None:  # positions accepted since the block last ran: it has no keys for them yet

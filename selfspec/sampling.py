@@ -8,7 +8,7 @@ Shapes: B batch, R rows, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +54,17 @@ class Sampling:
 
 
 def logits_to_probs(
-    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor] | None = None, forbidden: Tensor | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    prefixes: Sequence[Tensor] | None = None,
+    forbidden: Tensor | None = None,
+    process: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Distribution [R, V] in float32 of each row of ``logits`` [R, V].
 
     ``prefixes[r]`` holds all token ids before row r, drafted ones included (for the repetition penalty); ``forbidden``
-    is a boolean mask [V] or [R, V] of ids that get no mass.
+    is a boolean mask [V] or [R, V] of ids that get no mass; ``process`` is the user's own change of one row, (prefix
+    [1, S], scores [1, V]) -> scores, between penalty and temperature as in transformers.
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0 and prefixes is not None:
@@ -68,6 +73,9 @@ def logits_to_probs(
         )
     if forbidden is not None:
         logits = logits.masked_fill(forbidden, float("-inf"))
+    if process is not None and prefixes is not None:
+        rows = zip(logits, prefixes, strict=True)
+        logits = torch.cat([process(prefix[None], row[None].clone()) for row, prefix in rows])
     if sampling.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / sampling.temperature

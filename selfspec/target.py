@@ -109,6 +109,24 @@ def detached_clone(module: nn.Module) -> nn.Module:
     return clone
 
 
+class DispatchedLinear(nn.Linear):
+    """A linear layer that goes through `kernels.dispatch`; made only by `with_dispatched_linears`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dispatch.linear(input, self.weight, self.bias)
+
+
+def with_dispatched_linears(module: nn.Module) -> nn.Module:
+    """A `shallow_clone` of ``module``, and of what lies in it, whose plain linear layers go through the kernels."""
+    clone = shallow_clone(module)
+    if type(module) is nn.Linear:
+        clone.__class__ = DispatchedLinear
+    for name, child in module._modules.items():
+        if child is not None:
+            clone._modules[name] = with_dispatched_linears(child)
+    return clone
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Where the rows of one pass stand: arguments for each kind of layer call."""
@@ -129,7 +147,7 @@ class Head:
     def __init__(self, target: "Target", norm: nn.Module | None = None, output: nn.Module | None = None) -> None:
         self.target = target
         self.norm = target.norm if norm is None else norm
-        self.output = target.output if output is None else output
+        self.output = with_dispatched_linears(target.output if output is None else output)
         self._shell, self._recorders = target._make_shell(self.norm, self.output)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -378,7 +396,7 @@ class Target:
         for name, child in layer._modules.items():
             if child is not None and hasattr(child, "config"):
                 clone._modules[name] = shallow_clone(child, config=self._private_config)
-        return clone
+        return with_dispatched_linears(clone)
 
     def _make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
         """A clone of the whole model whose layers are recorders and whose norm and output are the given ones."""
