@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "mistral": {"head_dim": 8, **WINDOW},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, **WINDOW},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False, **WINDOW},
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 3, **WINDOW},
     "phi3": WINDOW,
     "olmo2": {},

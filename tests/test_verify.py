@@ -1,0 +1,485 @@
+"""L1: given the target's logits, emitted tokens are exactly argmax, or exactly distributed as p, under both rules."""
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selfspec import verify
+from selfspec.cache import KVCache
+from selfspec.decode import DecodeState, decode
+from selfspec.drafter import ChainDrafter, NoDrafter
+from selfspec.sampling import (
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    RECOVER_STREAM,
+    TARGET_STREAM,
+    Sampling,
+    draw,
+    logits_to_probs,
+    uniform,
+)
+from selfspec.verify import Draft, verify_coupled, verify_rejection
+from tests.conftest import CHI_SQUARE_LEVEL, chi_square, mutate
+
+# shapes of drafts: the parent row of every drafted token
+CHAIN_1, CHAIN_2, CHAIN_3 = (0,), (0, 1), (0, 1, 2)
+TWINS, TRIPLETS, TREE = (0, 0), (0, 0, 0), (0, 0, 1)
+
+
+def conditional(table: Tensor, prefix: tuple[int, ...]) -> Tensor:
+    """p(. | prefix) [V] in float64 of a made-up language: it depends on the whole prefix."""
+    row = hash(prefix) % len(table)
+    return table[row]
+
+
+def decisions(target_probs: Tensor, draft: Draft) -> dict[tuple[int, ...], tuple[float, Tensor]]:
+    """Path -> (probability, distribution of the next token), read off `verify_rejection` itself.
+
+    The threshold of each acceptance is found by bisection of its noise with all others forced; the distribution that
+    the next token is drawn from is caught on its way to `draw`.
+    """
+    num_drafts, vocab = draft.num_drafted, target_probs.shape[-1]
+    recover = torch.full((1, num_drafts + 1, vocab), 0.5, dtype=torch.float64)
+    caught: list[Tensor] = []
+    original = verify.draw
+
+    def run(noise: list[float]) -> tuple[tuple[int, ...], Tensor]:
+        caught.clear()
+        verdict = verify_rejection(target_probs, draft, torch.tensor([noise], dtype=torch.float64), recover)
+        path = tuple(verdict.path[0, : int(verdict.num_accepted[0])].tolist())
+        return path, caught[-1]
+
+    def spy(probs: Tensor, noise: Tensor | None) -> Tensor:
+        caught.append(probs)
+        return original(probs, noise)
+
+    law: dict[tuple[int, ...], tuple[float, Tensor]] = {}
+    verify.draw = spy  # type: ignore[attr-defined]
+    try:
+        for bits in itertools.product((0.0, 1e300), repeat=num_drafts):  # 0 accepts what can be, 1e300 nothing
+            chance = 1.0
+            for j, bit in enumerate(bits):
+                low, high = 0.0, 1.0
+                accepted = run([*bits[:j], 0.0, *bits[j + 1 :]])
+                rejected = run([*bits[:j], 1e300, *bits[j + 1 :]])
+                if accepted[0] == rejected[0] and torch.equal(accepted[1], rejected[1]):
+                    threshold = 0.5  # never asked, or sure to be rejected: the two halves end in the same place
+                else:
+                    for _ in range(54):
+                        middle = (low + high) / 2
+                        outcome = run([*bits[:j], middle, *bits[j + 1 :]])
+                        is_accepted = outcome[0] == accepted[0] and torch.equal(outcome[1], accepted[1])
+                        low, high = (middle, high) if is_accepted else (low, middle)
+                    threshold = low
+                chance *= threshold if bit == 0 else 1 - threshold
+            path, following = run(list(bits))
+            held = law.get(path)
+            if held is None:
+                law[path] = (chance, following)
+            else:  # the same end by another way: mix
+                total = held[0] + chance
+                mixed = (held[0] * held[1] + chance * following) / total if total > 0 else following
+                law[path] = (total, mixed)
+    finally:
+        verify.draw = original  # type: ignore[attr-defined]
+    return law
+
+
+def largest_gap(table: Tensor, q_table: Tensor, shape: tuple[int, ...]) -> float:
+    """Largest difference between the joint law of the emitted tokens and the target's, over all sequences."""
+    vocab = table.shape[-1]
+    depths = [0]
+    for parent in shape:
+        depths.append(depths[parent] + 1)
+    length = max(depths) + 1
+    emitted: dict[tuple[int, ...], float] = defaultdict(float)
+    for tokens in itertools.product(range(vocab), repeat=len(shape)):
+        chance, prefixes, qs = 1.0, [()], []  # type: ignore[var-annotated]
+        for j, (token, parent) in enumerate(zip(tokens, shape, strict=True)):
+            q = conditional(q_table, prefixes[parent]).clone()
+            q[[tokens[i] for i in range(j) if shape[i] == parent]] = 0.0  # siblings: without replacement
+            q = q / q.sum() if q.sum() > 0 else q
+            chance *= q[token].item()
+            prefixes.append((*prefixes[parent], token))
+            qs.append(q)
+        if chance == 0:
+            continue
+        rows = torch.stack([conditional(table, prefix) for prefix in prefixes])[None]
+        draft = Draft(torch.tensor([tokens]), torch.tensor([shape]), torch.stack(qs)[None])
+        for path, (weight, following) in decisions(rows, draft).items():
+            stem = prefixes[path[-1]] if path else ()
+            for token in range(vocab):
+                emitted[(*stem, token)] += chance * weight * following[token].item()
+    gap = 0.0
+    for sequence in itertools.product(range(vocab), repeat=length):  # short ones go on as the target does
+        wanted = found = 1.0
+        for i, token in enumerate(sequence):
+            wanted *= conditional(table, sequence[:i])[token].item()
+        found = 0.0
+        for stop in range(1, length + 1):
+            rest = 1.0
+            for i in range(stop, length):
+                rest *= conditional(table, sequence[:i])[sequence[i]].item()
+            found += emitted[sequence[:stop]] * rest
+        gap = max(gap, abs(found - wanted))
+    return gap
+
+
+def random_table(num_rows: int, vocab: int, seed: int, sharpness: float = 1.5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, vocab, generator=generator, dtype=torch.float64) * sharpness).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab"),
+    [(CHAIN_1, 5), (CHAIN_2, 3), (CHAIN_3, 2), (TWINS, 4), (TRIPLETS, 3), (TREE, 3)],
+    ids=["chain-1", "chain-2", "chain-3", "twins", "triplets", "tree"],
+)
+def test_rejection_is_exact(shape: tuple[int, ...], vocab: int) -> None:
+    """Summed over all drafts and decisions, acceptance + rejection * residual is p to 1e-12, jointly."""
+    table, q_table = random_table(7, vocab, 1), random_table(7, vocab, 2)
+    assert largest_gap(table, q_table, shape) < 1e-12
+    table[:, 0], q_table[:, 1] = 0.0, 0.0  # supports that differ, as top-k makes them
+    table[0] = q_table[0]  # and a row where they agree: no residual mass
+    table, q_table = table / table.sum(-1, keepdim=True), q_table / q_table.sum(-1, keepdim=True)
+    if vocab > shape.count(0):  # enough tokens to draw the siblings from
+        assert largest_gap(table, q_table, shape) < 1e-12
+
+
+weights = st.lists(st.sampled_from([0.0, 1e-6, 0.1, 0.25, 0.5, 1.0, 3.0]), min_size=3, max_size=3).filter(any)
+
+
+@hypothesis_settings(max_examples=15, deadline=None, derandomize=True)
+@given(p=weights, q=weights, shape=st.sampled_from([CHAIN_1, TWINS]))
+def test_rejection_is_exact_on_any_small_vocabulary(p: list[float], q: list[float], shape: tuple[int, ...]) -> None:
+    """The same for distributions that hypothesis looks for: zeros, ties, equal ones, disjoint supports."""
+    table, q_table = torch.tensor([p, p[::-1]], dtype=torch.float64), torch.tensor([q, q], dtype=torch.float64)
+    if sum(w > 0 for w in q) < len(shape):
+        shape = CHAIN_1  # too few tokens to draw two
+    normal, q_normal = table / table.sum(-1, keepdim=True), q_table / q_table.sum(-1, keepdim=True)
+    assert largest_gap(normal, q_normal, shape) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(p - q).clamp_min(0.0)", "p"),
+        ("(p - q).clamp_min(0.0)", "(p - q).abs()"),
+        ("accept_noise[child - 1] * q[token] < p[token]", "accept_noise[child - 1] < p[token]"),
+        ("accept_noise[child - 1]", "accept_noise[0]"),
+    ],
+    ids=["no-residual", "unsigned-residual", "no-q", "one-noise-for-all"],
+)
+def test_enumeration_catches_a_wrong_residual(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Planted bugs in the rejection walk move the law by more than 1e-3: the enumeration is no tautology."""
+    mutate(monkeypatch, verify._walk_rejection, old, new)
+    table, q_table = random_table(7, 3, 1), random_table(7, 3, 2)
+    assert max(largest_gap(table, q_table, shape) for shape in (CHAIN_1, CHAIN_2, TWINS)) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [CHAIN_1, CHAIN_3, TWINS, TREE, (0, 0, 1, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "sampled"])
+def test_coupled_is_the_targets_own_text(shape: tuple[int, ...], is_greedy: bool) -> None:
+    """Whatever the draft, each emitted token is argmax(log p + g) at its row; the walk ends where drafts differ."""
+    vocab, batch = 3, 200
+    generator = torch.Generator().manual_seed(len(shape))
+    probs = torch.rand(batch, len(shape) + 1, vocab, generator=generator).softmax(-1)
+    depths = [0]
+    for parent in shape:
+        depths.append(depths[parent] + 1)
+    noise = uniform(0, TARGET_STREAM, range(batch * 8), torch.arange(vocab)).view(batch, 8, vocab)[:, depths]
+    if is_greedy:
+        probs, noise = logits_to_probs(probs.log().flatten(0, 1), Sampling()).view_as(probs), None
+    tokens = torch.randint(0, vocab, (batch, len(shape)), generator=generator)
+    verdict = verify_coupled(probs, Draft(tokens, torch.tensor([shape] * batch)), noise)
+    scores = probs if noise is None else probs.log() - noise.log().neg().log()  # log p + Gumbel noise
+    own = scores.argmax(-1)
+    for b in range(batch):
+        row, path = 0, verdict.path[b, : int(verdict.num_accepted[b])].tolist()
+        for child in path:
+            assert shape[child - 1] == row
+            assert tokens[b, child - 1] == own[b, row]
+            row = child
+        assert verdict.next_token[b] == own[b, row]
+        agreeing = [j for j, parent in enumerate(shape) if parent == row and tokens[b, j] == own[b, row]]
+        assert not agreeing
+        assert (verdict.path[b, len(path) :] == -1).all()
+    assert verdict.num_accepted.unique().numel() > 1
+
+
+VOCAB, LENGTH, NUM_SAMPLES = 5, 3, 10_000
+START = 2  # the token before the first
+P_LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(11)) * 1.2
+Q_LOGITS = P_LOGITS + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(12)) * 0.8
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a simulated decoder drafts and verifies; the fields after ``draft_vocab`` plant bugs."""
+
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    shape: tuple[int, ...] = CHAIN_2
+    draft_vocab: tuple[int, ...] | None = None
+    stops_below: float = 0.0  # no further draft where the largest q is below this: decided before it is drawn
+    drops_below: float = 0.0  # bug: a drawn token is dropped when its own q is below this
+    drawing_temperature: float | None = None  # bug: q is reported at another temperature than it was drawn at
+    accept_stream: int = ACCEPT_STREAM  # bug where it is the drafting stream
+
+
+def target_rows(prefixes: Tensor, sampling: Sampling, logits: Tensor = P_LOGITS) -> Tensor:
+    """Distributions [N, V] after ``prefixes`` [N, S]."""
+    distinct, which = prefixes.unique(dim=0, return_inverse=True)
+    return logits_to_probs(logits[distinct[:, -1]], sampling, list(distinct))[which]
+
+
+def draft_rows(prefixes: Tensor, setup: Setup, sampling: Sampling) -> Tensor:
+    logits = Q_LOGITS
+    if setup.draft_vocab is not None:
+        outside = torch.ones(VOCAB, dtype=torch.bool)
+        outside[list(setup.draft_vocab)] = False
+        logits = logits.masked_fill(outside, float("-inf"))
+    return target_rows(prefixes, sampling, logits)
+
+
+def joint_law(sampling: Sampling) -> Tensor:
+    """The target's joint distribution [V] * LENGTH of the first tokens."""
+    law = torch.ones(1, dtype=torch.float64)
+    prefixes = torch.tensor([[START]])
+    for _ in range(LENGTH):
+        law = (law[:, None] * target_rows(prefixes, sampling).double()).flatten()
+        following = torch.arange(VOCAB).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(VOCAB, 0), following], dim=1)
+    return law
+
+
+def simulate(rule: str, setup: Setup) -> Tensor:
+    """Counts [V ** LENGTH] of the first tokens of NUM_SAMPLES texts, decoded as the loop does with the package's noise.
+
+    Sample n's position t has the counter n * 16 + t: to the noise that is as good as a seed a sample.
+    """
+    pending = {1: list(enumerate([[START]] * NUM_SAMPLES)), **{n: [] for n in range(2, LENGTH + 1)}}
+    done: list[list[int]] = []
+    while pending:
+        length = min(pending)
+        batch = pending.pop(length)
+        if not batch:
+            continue
+        samples, prefixes = torch.tensor([n for n, _ in batch]), torch.tensor([text for _, text in batch])
+        for n, text in cycle(rule, setup, samples, prefixes):
+            if len(text) > LENGTH:
+                done.append(text[1 : LENGTH + 1])
+            else:
+                pending[len(text)].append((n, text))
+    cells = torch.tensor(done) @ torch.tensor([VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)])
+    return torch.bincount(cells, minlength=VOCAB**LENGTH)
+
+
+def noise_of(stream: int, samples: Tensor, position: int, columns: int = VOCAB) -> Tensor:
+    return uniform(0, stream, (samples * 16 + position).tolist(), torch.arange(columns))
+
+
+def cycle(rule: str, setup: Setup, samples: Tensor, prefixes: Tensor) -> list[tuple[int, list[int]]]:
+    """Draft and verify once for texts ``prefixes`` [N, S]: (sample, longer text) of each."""
+    count, length = prefixes.shape
+    drawn_with = setup.sampling
+    if setup.drawing_temperature is not None:
+        drawn_with = replace(setup.sampling, temperature=setup.drawing_temperature)
+    depths, stems = [0], [prefixes]  # of each row: its depth and the text up to it
+    tokens, qs = list[Tensor](), list[Tensor]()
+    is_alive, num_alive = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.long)
+    for j, parent in enumerate(setup.shape):
+        siblings = [i for i in range(j) if setup.shape[i] == parent]
+        q, drawing = (draft_rows(stems[parent], setup, s) for s in (setup.sampling, drawn_with))
+        for i in siblings:  # without replacement, each with the q that it is drawn from
+            q, drawing = (x.scatter(1, tokens[i][:, None], 0.0) for x in (q, drawing))
+        q, drawing = q / q.sum(-1, keepdim=True), drawing / drawing.sum(-1, keepdim=True)
+        is_alive &= q.amax(-1) >= setup.stops_below
+        stream = DRAFT_STREAM if rule == "rejection" else TARGET_STREAM
+        token = draw(drawing, noise_of(stream, samples, length + depths[parent]))
+        is_alive &= q.gather(1, token[:, None])[:, 0] >= setup.drops_below
+        num_alive += is_alive
+        tokens.append(token)
+        qs.append(q)
+        depths.append(depths[parent] + 1)
+        stems.append(torch.cat([stems[parent], token[:, None]], dim=1))
+    out = []
+    for kept in num_alive.unique().tolist():  # texts that drafted equally far
+        group = num_alive == kept
+        draft = Draft(
+            tokens=torch.stack(tokens, 1)[group, :kept],
+            parents=torch.tensor(setup.shape[:kept], dtype=torch.long).expand(int(group.sum()), -1),
+            probs=torch.stack(qs, 1)[group, :kept] if rule == "rejection" else None,
+        )
+        rows = range(kept + 1)
+        probs = torch.stack([target_rows(stems[r][group], setup.sampling) for r in rows], 1)
+        stream = TARGET_STREAM if rule == "coupled" else RECOVER_STREAM
+        noise = torch.stack([noise_of(stream, samples[group], length + depths[r]) for r in rows], 1)
+        if rule == "coupled":
+            verdict = verify_coupled(probs, draft, noise)
+        else:
+            accept = noise_of(setup.accept_stream, samples[group], length, kept)
+            verdict = verify_rejection(probs, draft, accept, noise)
+        for i, n in enumerate(group.nonzero()[:, 0].tolist()):
+            path = verdict.path[i, : int(verdict.num_accepted[i])].tolist()
+            new = [*[int(draft.tokens[i, row - 1]) for row in path], int(verdict.next_token[i])]
+            out.append((int(samples[n]), [*prefixes[n].tolist(), *new]))
+    return out
+
+
+SETUPS = {
+    "temperature": Setup(Sampling(temperature=0.7)),
+    "top-k": Setup(Sampling(temperature=1.0, top_k=3)),
+    "top-p": Setup(Sampling(temperature=1.2, top_p=0.8)),
+    "min-p": Setup(Sampling(temperature=1.0, min_p=0.15)),
+    "penalty": Setup(Sampling(temperature=1.0, repetition_penalty=1.8)),
+    "draft-vocab": Setup(draft_vocab=(0, 2, 3)),
+    "stop-rule": Setup(shape=CHAIN_3, stops_below=0.5),
+    "tree": Setup(shape=(0, 0, 1, 1, 2)),
+    "all": Setup(
+        Sampling(temperature=0.9, top_k=4, min_p=0.02, repetition_penalty=1.3), (0, 0, 1), (0, 2, 3), stops_below=0.45
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_joint_distribution(name: str, rule: str) -> None:
+    """10,000 texts of three tokens, over several cycles, are distributed as the target's own (chi-square)."""
+    setup = SETUPS[name]
+    law = joint_law(setup.sampling)
+    assert chi_square(simulate(rule, setup), law) > CHI_SQUARE_LEVEL
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(Sampling(temperature=0.7), drawing_temperature=1.2),
+        Setup(accept_stream=DRAFT_STREAM),
+        Setup(drops_below=0.4),
+    ],
+    ids=["wrong-temperature-in-q", "shared-noise", "drawn-token-dropped"],
+)
+def test_chi_square_catches_wrong_drafting(setup: Setup) -> None:
+    """A q that was not drawn from, noise shared by drafting and acceptance, a drawn token dropped: all are caught."""
+    assert chi_square(simulate("rejection", setup), joint_law(setup.sampling)) < CHI_SQUARE_LEVEL
+
+
+def test_chi_square_catches_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovering from p instead of norm((p - q)+) is caught by the texts, too."""
+    mutate(monkeypatch, verify._walk_rejection, "(p - q).clamp_min(0.0)", "p")
+    assert chi_square(simulate("rejection", Setup()), joint_law(Setup().sampling)) < CHI_SQUARE_LEVEL
+
+
+class TableTarget:
+    """A language of bigrams with a target's interface: states are token ids, logits a look-up."""
+
+    num_layers, vocab_size, hidden_size, dtype = 2, VOCAB, 1, torch.float32
+
+    def embed(self, tokens: Tensor, *_: object) -> Tensor:
+        return tokens[..., None].float()
+
+    def run_layers(self, hidden: Tensor, start: int, stop: int, cache: KVCache, *_: object) -> Tensor:
+        cache.advance(range(start, stop), hidden.shape[1])
+        return hidden
+
+    def logits(self, hidden: Tensor, *_: object) -> Tensor:
+        return P_LOGITS[hidden[..., 0].long()]
+
+
+def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
+    """An exit head over the ids ``vocab`` whose confidence falls with the token before."""
+    ids = torch.tensor(vocab)
+
+    def step(target: object, state: DecodeState, tap: Tensor, step: int) -> tuple[Tensor, float]:
+        token = int(tap[0, -1, 0])
+        return Q_LOGITS[token][ids], 0.3 if token == 3 else 0.9
+
+    return SimpleNamespace(
+        exit_layer=1,
+        recall_layers=(),
+        step=step,
+        token_ids=lambda _: ids,
+        narrow=lambda mask: mask,
+        positions_of=lambda tokens: (ids[None, :] == tokens.unique()[:, None]).nonzero()[:, 1],
+        widen=lambda probs, size: probs.new_zeros(size).scatter_(0, ids, probs),
+    )
+
+
+def through_the_loop(drafter: object, num_tokens: int, **settings: Any) -> DecodeState:
+    state = DecodeState([START], KVCache(3, num_tokens + 8), 1 + num_tokens, VOCAB, torch.device("cpu"), **settings)
+    for _ in decode(TableTarget(), drafter, state):  # type: ignore[arg-type]
+        pass
+    return state
+
+
+def table_drafter() -> ChainDrafter:
+    return ChainDrafter(TableTarget(), table_exit((0, 2, 3, 4)), 2, min_confidence=0.5)  # type: ignore[arg-type]
+
+
+def test_transitions_through_the_loop() -> None:
+    """decode with a ChainDrafter under `rejection`, reduced vocabulary, top-k and a stop rule: after each token, those
+    that follow it in a text of 10,000 are distributed as the target's (chi-square)."""
+    sampling = Sampling(temperature=0.9, top_k=4)
+    state = through_the_loop(table_drafter(), 10_000, sampling=sampling, rule="rejection", seed=1)
+    assert 0.3 < state.stats.acceptance_rate < 0.9
+    assert min(state.stats.accepted_histogram) > 500  # cycles that accepted none, some and all
+    pairs = torch.tensor(state.tokens[:-1]) * VOCAB + torch.tensor(state.tokens[1:])
+    counts = torch.bincount(pairs, minlength=VOCAB**2).view(VOCAB, VOCAB)
+    law = logits_to_probs(P_LOGITS, sampling)
+    assert min(chi_square(seen, p) for seen, p in zip(counts, law, strict=True)) > CHI_SQUARE_LEVEL
+
+
+def test_coupled_through_the_loop_is_the_text_without_drafts() -> None:
+    """Under `coupled` 20 seeds give the text of the same seed without drafts, with penalty, top-k and a stop rule."""
+    num_accepted = 0
+    for seed in range(20):
+        settings = {"seed": seed, "sampling": Sampling(temperature=0.9, top_k=4, repetition_penalty=1.3)}
+        state = through_the_loop(table_drafter(), 30, **settings)
+        assert state.tokens == through_the_loop(NoDrafter(), 30, **settings).tokens
+        num_accepted += state.stats.num_accepted
+    assert num_accepted > 60
+
+
+def test_shape_errors_carry_values() -> None:
+    """Rows missing from the target's probabilities are refused by both rules, naming K and what came."""
+    draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 2]]))
+    probs = torch.full((1, 3, VOCAB), 0.2)
+    with pytest.raises(ValueError, match=r"needs K\+1 positions for K=3, got 3"):
+        verify_coupled(probs, draft, None)
+    with pytest.raises(ValueError, match=r"needs K\+1 positions for K=3, got 3"):
+        verify_rejection(probs, draft, torch.zeros(1, 3), torch.zeros(1, 4, VOCAB))
+
+
+def test_draft_knows_its_shape() -> None:
+    """num_drafted and is_chain; an empty draft is a chain whose verdict is the target's own token."""
+    assert Draft(torch.zeros(2, 2, dtype=torch.long), torch.tensor([[0, 1], [0, 1]])).is_chain
+    assert not Draft(torch.zeros(2, 2, dtype=torch.long), torch.tensor([[0, 1], [0, 0]])).is_chain
+    empty = Draft(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long))
+    assert (empty.num_drafted, empty.is_chain) == (0, True)
+    verdict = verify_coupled(torch.tensor([[[0.0, 1.0, 0.0]]]), empty, None)
+    assert (verdict.path.shape, verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ((1, 0), [0], [1])
+
+
+def test_probabilities_may_be_a_function_called_on_accepted_rows_alone() -> None:
+    """A function of (row, accepted rows before it) is asked for the walk's rows in order, never for rejected ones."""
+    asked = []
+
+    def probs(row: int, path: list[int]) -> Tensor:
+        asked.append((row, list(path)))
+        return torch.eye(4)[[1, 2, 0, 3][row]]
+
+    draft = Draft(torch.tensor([[1, 0, 3]]), torch.tensor([[0, 1, 2]]))  # row 1 says 2, the draft 0
+    assert verify_coupled(probs, draft, None).next_token.tolist() == [2]
+    assert asked == [(0, []), (1, [1])]
+    asked.clear()
+    verdict = verify_rejection(probs, draft, torch.full((1, 3), 0.5), torch.full((1, 4, 4), 0.5))
+    assert (verdict.next_token.tolist(), asked) == ([2], [(0, []), (1, [1])])
