@@ -59,7 +59,7 @@ class ExitModule(nn.Module):
     def __init__(self, target: Target, config: ExitConfig) -> None:
         super().__init__()
         config.check(target.num_layers)
-        self.name_or_path = str(target.base.config._name_or_path or target.family)  # PEFT records it
+        self.name_or_path = target.name  # PEFT records it
         size = target.hidden_size
         self.bridge = Bridge(size, len(config.recall_layers), config.num_steps)
         self.block = detached_clone(target.layers[-1])  # frozen weights are shared, LoRA goes on top

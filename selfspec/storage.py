@@ -106,7 +106,7 @@ def _sidecar(
         "format_version": FORMAT_VERSION,
         "head": exit_head.config.model_dump(mode="json"),
         "base": {
-            "id": held.get("base", {}).get("id") or target.base.config._name_or_path or target.family,
+            "id": held.get("base", {}).get("id") or target.name,
             "revision": getattr(target.base.config, "_commit_hash", None),
             "num_layers": target.num_layers,
             "hidden_size": target.hidden_size,
@@ -178,7 +178,7 @@ def load_exit(
     if (base["num_layers"], base["hidden_size"]) != (target.num_layers, target.hidden_size):
         raise ExitMismatchError(
             f"{folder}: made for {base['id']} ({base['num_layers']} layers, hidden {base['hidden_size']}), "
-            f"not for {target.base.config._name_or_path or target.family} "
+            f"not for {target.name} "
             f"({target.num_layers} layers, hidden {target.hidden_size})"
         )
     if not allow_base_mismatch:

@@ -9,8 +9,10 @@ Shapes: B batch (1 today), R rows of a pass, T slots, D hidden, V vocabulary, L 
 """
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,6 +209,15 @@ class Target:
     @property
     def family(self) -> str:
         return str(self.config.model_type)
+
+    @property
+    def name(self) -> str:
+        """Hub id of the model, or its folder's name without the path; the family where neither is known."""
+        folder = Path(self.base.config._name_or_path or self.family)
+        source = folder / "selfspec_source.json"  # written where a default model was converted
+        if source.is_file():
+            return str(json.loads(source.read_text(encoding="utf-8"))["hub_id"])
+        return folder.name if folder.is_dir() else str(folder)
 
     @property
     def device(self) -> torch.device:
