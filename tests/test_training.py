@@ -16,9 +16,9 @@ from selfspec.target import Target
 from selfspec.training.config import TrainConfig, config_names, load_train_config
 from selfspec.training.data import Row
 from selfspec.training.losses import soft_cross_entropy, walk_cycles
-from selfspec.training.run import split, train_on_rows
+from selfspec.training.run import claim, split, train_on_rows
 from selfspec.training.states import collect, draw_steps, fit_ridge
-from selfspec.training.trainer import Student
+from selfspec.training.trainer import ExitTrainer, Student
 
 VOCAB = 97
 
@@ -144,6 +144,26 @@ def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.json").is_file()
 
 
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    rows = written_rows(build(), 40)
+    train_on_rows(Target(build()), rows, settings(tmp_path, max_steps=4, save_steps=2), tmp_path, VOCAB)
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-4"
+    held = {p.name: p.stat().st_size for p in checkpoint.iterdir()}
+    assert held["trained_state.safetensors"] < 200_000
+    assert not {"model.safetensors", "pytorch_model.bin"} & set(held)
+    steps = []
+    original = ExitTrainer.compute_loss
+
+    def counted(self: ExitTrainer, *args: object, **kwargs: object) -> torch.Tensor:
+        steps.append(self.state.global_step)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExitTrainer, "compute_loss", counted)
+        train_on_rows(Target(build()), rows, settings(tmp_path, max_steps=6, save_steps=2), tmp_path, VOCAB)
+    assert steps == [4, 5]
+
+
 def test_closed_form_start_stops_before_training(tmp_path: Path) -> None:
     done = train_on_rows(Target(build()), written_rows(build(), 12), settings(tmp_path, max_steps=0), tmp_path, VOCAB)
     assert done.metrics.agreement == done.closed_form.agreement
@@ -190,6 +210,17 @@ def test_soft_cross_entropy_is_the_formula() -> None:
 def test_cycles_are_walked_as_decoding_goes() -> None:
     assert walk_cycles([[True] * 9] * 2, 2)[:2] == (9, 3)
     assert walk_cycles([[False] * 9] * 2, 2)[:2] == (9, 9)
+
+
+def test_a_folder_with_other_content_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run")
+    claim(config)
+    claim(settings(tmp_path / "run", epochs=9))
+    with pytest.raises(FileExistsError, match="lora_rank"):
+        claim(settings(tmp_path / "run", lora_rank=5))
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="no training run"):
+        claim(settings(tmp_path))
 
 
 def test_split_is_by_prompt_and_stable() -> None:

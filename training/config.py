@@ -53,6 +53,7 @@ class TrainConfig(BaseModel):
     seed: int = 0
     eval_fraction: float = Field(default=0.05, gt=0, lt=1)
     eval_minutes: float = Field(default=2.0, gt=0)  # how often the held-out rows are measured and the best state saved
+    save_steps: int = Field(default=100, ge=1)  # checkpoints, from which the same run goes on
     ridge: float = Field(default=1e-3, gt=0)
     ridge_tokens: int = Field(default=100_000, ge=1)  # that the closed-form start is fitted on
     states: str | None = None  # folder of kept teacher states, to be shared by runs; None: OUTPUT/states

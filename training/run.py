@@ -53,7 +53,7 @@ def train_exits(config: TrainConfig) -> Path:
     saved = folder / config.exit
 
     def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
-        save_exit(head, target, saved, tokenizer, training, metrics.flat())
+        save_exit(head, target, saved, tokenizer, {**training, "data": describe_data(config, folder)}, metrics.flat())
 
     train_on_rows(target, rows, config, folder, len(tokenizer), write)
     return saved
@@ -95,7 +95,7 @@ def train_on_rows(
         trainer.add_callback(keeper)
         keeper.trainer, keeper.began = trainer, trainer.began
         logger.info("training: %d steps of %d tokens", trainer.num_steps_planned, config.batch_tokens)
-        trainer.train()
+        trainer.go_on()
         summary["num_steps"] = trainer.state.global_step
         keeper.measure(trainer.state.global_step)
         student.load_trained_state(keeper.best_state)
@@ -141,12 +141,21 @@ def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
     return kept
 
 
+def describe_data(config: TrainConfig, folder: Path) -> dict[str, Any]:
+    """Where the rows came from, for the sidecar: hash of the jsonl, or the settings that generated the shards."""
+    if config.data.jsonl:
+        return {"jsonl_sha256": hashlib.sha256(Path(config.data.jsonl).read_bytes()).hexdigest()}
+    settings: dict[str, Any] = read_manifest(config.data.folder or folder / "data")["settings"]
+    return settings
+
+
 def split(rows: Sequence[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows, by a hash of the prompt: alike prompts stay together, more data moves no row.
 
     Where that leaves a side empty (few rows), the last row is held out.
     """
-    train, held = [], []
+    train: list[Row] = []
+    held: list[Row] = []
     for row in rows:
         digest = hashlib.sha256(f"{config.seed}".encode() + row.ids[: row.answer_start].tobytes()).digest()
         (held if int.from_bytes(digest[:4], "big") < config.eval_fraction * 2**32 else train).append(row)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from selfspec.exits import active, unwrap
 from selfspec.target import Target
@@ -36,6 +37,11 @@ STATE_FILE = "trained_state.safetensors"
 
 class Student(nn.Module):
     """The training graph of an exit: bridge maps chosen by each position's draft step, block, exit norm."""
+
+    target: Target
+    head: StudentHead
+    teacher: Teacher
+    vocab_ids: Tensor | None
 
     def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None) -> None:
         super().__init__()
@@ -89,6 +95,9 @@ class _Batches(Dataset[list[int]]):
 class ExitTrainer(Trainer):
     """Hugging Face's loop over kept states; checkpoints hold the trained weights, never the base."""
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(self, student: Student, states: Sequence[RowStates], config: TrainConfig, folder: Path) -> None:
         groups = batches_of([row.num_tokens for row in states], config.batch_tokens)
         self.states, self.config = states, config
@@ -106,7 +115,9 @@ class ExitTrainer(Trainer):
             seed=config.seed,
             use_cpu=student.target.device.type == "cpu",
             logging_steps=10,
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=config.save_steps,
+            save_total_limit=1,
             report_to=["tensorboard"],
             remove_unused_columns=False,
             label_names=[],
@@ -193,6 +204,11 @@ class ExitTrainer(Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         state = self.accelerator.unwrap_model(self.model).trained_state()
         save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / STATE_FILE)
+
+    def go_on(self) -> None:
+        """Train, from the newest checkpoint of the run's folder where there is one."""
+        folder = self.args.output_dir
+        self.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         student = self.accelerator.unwrap_model(model or self.model)
