@@ -1,5 +1,6 @@
 """L1: given the target's logits, emitted tokens are exactly argmax, or exactly distributed as p, under both rules."""
 
+import functools
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -62,24 +63,27 @@ def decisions(target_probs: Tensor, draft: Draft) -> dict[tuple[int, ...], tuple
         caught.append(probs)
         return original(probs, noise)
 
+    @functools.cache
+    def threshold_of(j: int, before: tuple[float, ...], after: tuple[float, ...]) -> float:
+        """Probability that draft j is accepted, all other decisions forced."""
+        accepted, rejected = run([*before, 0.0, *after]), run([*before, 1e300, *after])
+        if accepted[0] == rejected[0] and torch.equal(accepted[1], rejected[1]):
+            return 0.5  # never asked, or sure to be rejected: the two halves end in the same place
+        low, high = 0.0, 1.0
+        for _ in range(54):
+            middle = (low + high) / 2
+            outcome = run([*before, middle, *after])
+            is_accepted = outcome[0] == accepted[0] and torch.equal(outcome[1], accepted[1])
+            low, high = (middle, high) if is_accepted else (low, middle)
+        return low
+
     law: dict[tuple[int, ...], tuple[float, Tensor]] = {}
     verify.draw = spy  # type: ignore[attr-defined]
     try:
         for bits in itertools.product((0.0, 1e300), repeat=num_drafts):  # 0 accepts what can be, 1e300 nothing
             chance = 1.0
             for j, bit in enumerate(bits):
-                low, high = 0.0, 1.0
-                accepted = run([*bits[:j], 0.0, *bits[j + 1 :]])
-                rejected = run([*bits[:j], 1e300, *bits[j + 1 :]])
-                if accepted[0] == rejected[0] and torch.equal(accepted[1], rejected[1]):
-                    threshold = 0.5  # never asked, or sure to be rejected: the two halves end in the same place
-                else:
-                    for _ in range(54):
-                        middle = (low + high) / 2
-                        outcome = run([*bits[:j], middle, *bits[j + 1 :]])
-                        is_accepted = outcome[0] == accepted[0] and torch.equal(outcome[1], accepted[1])
-                        low, high = (middle, high) if is_accepted else (low, middle)
-                    threshold = low
+                threshold = threshold_of(j, bits[:j], bits[j + 1 :])
                 chance *= threshold if bit == 0 else 1 - threshold
             path, following = run(list(bits))
             held = law.get(path)
@@ -328,10 +332,9 @@ def cycle(rule: str, setup: Setup, samples: Tensor, prefixes: Tensor) -> list[tu
         else:
             accept = noise_of(setup.accept_stream, samples[group], length, kept)
             verdict = verify_rejection(probs, draft, accept, noise)
-        for i, n in enumerate(group.nonzero()[:, 0].tolist()):
-            path = verdict.path[i, : int(verdict.num_accepted[i])].tolist()
-            new = [*[int(draft.tokens[i, row - 1]) for row in path], int(verdict.next_token[i])]
-            out.append((int(samples[n]), [*prefixes[n].tolist(), *new]))
+        columns = (samples[group], prefixes[group], draft.tokens, verdict.path, verdict.next_token)
+        for n, prefix, drafted, path, token in zip(*(c.tolist() for c in columns), strict=True):
+            out.append((n, [*prefix, *[drafted[row - 1] for row in path if row > 0], token]))
     return out
 
 
