@@ -38,6 +38,16 @@ def attention(
     return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     """See `linear_reference.linear`."""
-    return linear_reference.linear(x, weight, bias)
+    return linear_reference.linear(x, weight, bias, packed)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """See `linear_reference.pack`."""
+    return linear_reference.pack(weight)
+
+
+def profits_from_packing(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` is quicker on a packed weight for ``x``."""
+    return linear_reference.profits_from_packing(x, weight)

@@ -110,7 +110,7 @@ def fold(block: nn.Module, dtype: torch.dtype) -> nn.Module:
     clone = detached_clone(block)
     for path, module in block.named_modules():
         if isinstance(module, LoraLayer):
-            plain = copy.deepcopy(module.get_base_layer())
+            plain: Any = detached_clone(module.get_base_layer())
             with torch.no_grad():
                 delta = module.get_delta_weight("default").to(plain.weight.dtype)
                 plain.weight = nn.Parameter((plain.weight + delta).to(dtype), requires_grad=False)

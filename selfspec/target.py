@@ -114,8 +114,16 @@ def detached_clone(module: nn.Module) -> nn.Module:
 class DispatchedLinear(nn.Linear):
     """A linear layer that goes through `kernels.dispatch`; made only by `with_dispatched_linears`."""
 
+    _packed: Tensor | None = None
+    _packed_of: tuple[int, int] | None = None  # which memory, and which version of it, was packed
+
     def forward(self, input: Tensor) -> Tensor:
-        return dispatch.linear(input, self.weight, self.bias)
+        if not dispatch.profits_from_packing(input, self.weight):
+            return dispatch.linear(input, self.weight, self.bias)
+        source = (self.weight.data_ptr(), self.weight._version)
+        if self._packed is None or self._packed_of != source:
+            self.__dict__["_packed"], self._packed_of = dispatch.pack(self.weight), source
+        return dispatch.linear(input, self.weight, self.bias, self._packed)
 
 
 def with_dispatched_linears(module: nn.Module) -> nn.Module:
@@ -146,10 +154,18 @@ class Head:
     ``norm`` and ``output`` replace the target's own: an exit head brings its own norm and a slice of the vocabulary.
     """
 
-    def __init__(self, target: "Target", norm: nn.Module | None = None, output: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        target: "Target",
+        norm: nn.Module | None = None,
+        output: nn.Module | None = None,
+        is_dispatched: bool = True,
+    ) -> None:
         self.target = target
         self.norm = target.norm if norm is None else norm
-        self.output = with_dispatched_linears(target.output if output is None else output)
+        self.output = target.output if output is None else output
+        if is_dispatched:
+            self.output = with_dispatched_linears(self.output)
         self._shell, self._recorders = target._make_shell(self.norm, self.output)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -201,8 +217,9 @@ class Target:
         self._rows_cache: _Rows | None = None
         self.is_plain_embed = self.is_plain_head = False
         with torch.no_grad():
-            self.head = Head(self)
+            self._plain_head = Head(self, is_dispatched=False)  # what proofs to the last bit compare with
             self._prove_shortcuts()
+            self.head = Head(self)
             if check:
                 self.self_check()
 
@@ -370,7 +387,7 @@ class Target:
             hidden = _only_hidden(
                 layer(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None))
             )
-        return whole, self.head(hidden)
+        return whole, self._plain_head(hidden)
 
     def _mask_argument(self, mask: Tensor) -> Any:
         kinds = set(getattr(self.config, "layer_types", None) or [])
@@ -383,7 +400,7 @@ class Target:
         plain, family = self.base.get_input_embeddings()(tokens), self.embed(tokens)
         self.is_plain_embed = torch.equal(plain, family)
         hidden = torch.randn(family.shape, generator=torch.Generator().manual_seed(1)).to(family)
-        self.is_plain_head = torch.equal(self.output(self.norm(hidden)), self.head.family_forward(hidden))
+        self.is_plain_head = torch.equal(self.output(self.norm(hidden)), self._plain_head.family_forward(hidden))
 
     # ---- how the family calls its layers -------------------------------------------------------------------------
 
