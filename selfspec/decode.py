@@ -85,8 +85,6 @@ class DecodeState:
 
         With processors of the user's a function instead, which runs them on accepted rows only, in order.
         """
-        require_finite(logits, len(self.tokens) - 1)
-
         def row_probs(row: int, path: list[int]) -> Tensor:
             drafted = [int(draft.tokens[0, r - 1]) for r in path]
             prefix, process = self.prefix(drafted), self.processors or None
@@ -101,6 +99,7 @@ class DecodeState:
     def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
         """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""
         path = verdict.path[0, : int(verdict.num_accepted[0])].tolist()
+        require_finite(scored.logits[[0, *path]], scored.first)  # rejected rows are none of plain decoding's business
         emitted: list[int] = []
         for token in [int(draft.tokens[0, row - 1]) for row in path] + [int(verdict.next_token[0])]:
             emitted.append(token)
@@ -218,6 +217,7 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
         state.recall = torch.zeros(1, 1, width, dtype=target.dtype, device=state.device)  # position 0 recalls nothing
     scored = prefill(target, state, head)
     num_prompt = len(state.tokens)
+    require_finite(scored.logits, num_prompt - 1)
     probs = state.probs(scored.logits, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2))
     row = probs[0, 0] if isinstance(probs, Tensor) else probs(0, [])
     ids = torch.arange(state.vocab_size, device=state.device)
