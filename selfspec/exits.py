@@ -148,9 +148,14 @@ class ExitHead:
             self.head = Head(target, norm, slice_output(target.output, self.vocab_ids))
 
     @classmethod
-    def untrained(cls, target: Target, exit_layer: int) -> "ExitHead":
-        """The target's own norm and output layer on the state after ``exit_layer`` layers, named layer-N."""
-        return cls(target, f"layer-{exit_layer}", ExitConfig(exit_layer=exit_layer, draft_len=2))
+    def untrained(cls, target: Target, exit_layer: int, num_tokens: int | None = None) -> "ExitHead":
+        """The target's own norm and output layer on the state after ``exit_layer`` layers, named layer-N.
+
+        ``num_tokens`` is the tokenizer's size: ids from there on only pad the vocabulary and are never drafted.
+        """
+        is_padded = num_tokens is not None and num_tokens < target.vocab_size
+        vocab = tuple(range(num_tokens)) if is_padded and num_tokens is not None else None
+        return cls(target, f"layer-{exit_layer}", ExitConfig(exit_layer=exit_layer, draft_len=2, draft_vocab=vocab))
 
     @property
     def exit_layer(self) -> int:

@@ -108,7 +108,8 @@ class EarlyExitModel:
         elif isinstance(exits, str | os.PathLike):
             heads = load_exits(target, exits, tokenizer, allow_base_mismatch)
         else:
-            heads = {head.name: head for head in (ExitHead.untrained(target, layer) for layer in exits)}
+            num_tokens = None if tokenizer is None else len(tokenizer)
+            heads = {f"layer-{layer}": ExitHead.untrained(target, layer, num_tokens) for layer in exits}
         return cls(target, heads, tokenizer)
 
     @property

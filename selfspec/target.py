@@ -98,12 +98,15 @@ def shallow_clone(module: nn.Module, **attributes: Any) -> nn.Module:
 
 
 def detached_clone(module: nn.Module) -> nn.Module:
-    """A whole tree of `shallow_clone`s over the same parameters, with hook tables of its own."""
+    """A whole tree of `shallow_clone`s over the same storage, with hook tables and parameter objects of its own.
+
+    So what PEFT does to a clone (gradient flags, wrappers) does not show on the original.
+    """
     clone = shallow_clone(module)
     for name in [n for n in clone.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
         if clone.__dict__[name] is not None:
             clone.__dict__[name] = type(clone.__dict__[name])()
-    clone.__dict__["_parameters"] = dict(module._parameters)
+    clone.__dict__["_parameters"] = {n: _same_storage(p) for n, p in module._parameters.items()}
     clone.__dict__["_buffers"] = dict(module._buffers)
     for name, child in module._modules.items():
         if child is not None:
@@ -135,6 +138,12 @@ def with_dispatched_linears(module: nn.Module) -> nn.Module:
         if child is not None:
             clone._modules[name] = with_dispatched_linears(child)
     return clone
+
+
+def _same_storage(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if type(parameter) is not nn.Parameter:  # quantised ones carry more than their data
+        return parameter
+    return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,22 @@ def test_untrained_exits_out_of_range_are_refused(layer):
         EarlyExitModel.from_target(build_model("llama"), [layer])
 
 
+def test_ids_that_only_pad_the_vocabulary_are_never_drafted():
+    """A tokenizer of 90 tokens, a vocabulary of 97: the exit's head knows 90, and the text is still the model's."""
+
+    class Tokenizer:
+        def __len__(self) -> int:
+            return 90
+
+    padded = EarlyExitModel.from_target(build_model("llama"), [4], tokenizer=Tokenizer())
+    head = padded.exits["layer-4"]
+    assert head.token_ids(padded.target).tolist() == list(range(90))
+    assert head.head(torch.zeros(1, 1, 32)).shape == (1, 1, 90)
+    out = padded.generate(PROMPT, max_new_tokens=24)
+    assert torch.equal(out.sequences, padded.generate(PROMPT, max_new_tokens=24, draft="off").sequences)
+    assert out.stats.num_drafted > 0
+
+
 def test_encoder_decoders_and_linear_attention_are_refused_by_name():
     config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
     with pytest.raises(NotImplementedError, match="t5"):

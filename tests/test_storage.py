@@ -173,6 +173,15 @@ def test_an_unreachable_hub_is_one_line_with_a_remedy(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def test_building_and_folding_an_exit_leaves_the_bases_parameters_alone():
+    """PEFT freezes what it wraps; the base's own parameters keep their gradient flags, objects and values."""
+    target = Target(build_model("llama"))
+    before = {name: (id(p), p.requires_grad, p._version) for name, p in target.base.named_parameters()}
+    assert any(flag for _, flag, _ in before.values())
+    generate(target, ChainDrafter(target, trained_exit(target), 2), prompt_of(9), 8)
+    assert {name: (id(p), p.requires_grad, p._version) for name, p in target.base.named_parameters()} == before
+
+
 def test_untrained_exits_are_not_saved(tmp_path):
     model = EarlyExitModel.from_target(build_model("llama"), [2])
     with pytest.raises(ValueError, match="no trained exit"):
