@@ -61,7 +61,7 @@ class DecodeState:
     stats: DecodeStats = field(default_factory=DecodeStats)
     done: bool = False
     recall: Tensor | None = None  # [1, 1, nD], deep states of position s - 1
-    backlog: tuple[Tensor, Tensor | None] | None = None  # taps, recalls of positions the exit's block has not seen
+    backlog: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # taps, recalls the block has not seen
 
     @property
     def num_remaining(self) -> int:
@@ -125,13 +125,7 @@ class DecodeState:
             assert self.recall is not None
             recalls = torch.cat([self.recall, scored.recalls[:, rows]], dim=1)  # recalls[i] lies before row i
             self.recall, recalls = recalls[:, -1:], recalls[:, :-1]
-        fresh = (taps[:, seen:], None if recalls is None else recalls[:, seen:])
-        self.backlog = fresh if self.backlog is None else _join(self.backlog, fresh)
-
-
-def _join(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    recalls = None if a[1] is None or b[1] is None else torch.cat([a[1], b[1]], dim=1)
-    return torch.cat([a[0], b[0]], dim=1), recalls
+        self.backlog.append((taps[:, seen:], None if recalls is None else recalls[:, seen:]))
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class ExitModule(nn.Module):
 
     def forward(self, target: Target, inputs: Tensor) -> Tensor:
         """Normed states [B, S, D] of whole sequences of bridge outputs ``inputs`` [B, S, D] (training)."""
-        return self.exit_norm(target.run_block(self.block, inputs))
+        slots = range(target.num_layers, target.num_layers + 1)
+        return self.exit_norm(target.run_uncached([self.block], inputs, slots))
 
 
 def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
@@ -167,16 +168,13 @@ class ExitHead:
 
     def step(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> tuple[Tensor, float]:
         """Logits [V_d] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D], and the chance that it is accepted."""
+        held, state.backlog = state.backlog, []  # positions accepted since the block last ran: it has no keys for them
         if self.adapter is None:
-            state.backlog = None  # there is no block to feed
             return self.head(tap)[0, -1].float(), 1.0
-        taps, recalls = tap, state.recall
-        if state.backlog is not None:  # positions accepted since the block last ran: it has no keys for them yet
-            held_taps, held_recalls = state.backlog
-            taps = torch.cat([held_taps, tap], dim=1)
-            if held_recalls is not None and state.recall is not None:
-                recalls = torch.cat([held_recalls, state.recall], dim=1)
-            state.backlog = None
+        taps = torch.cat([*(taps for taps, _ in held), tap], dim=1)
+        recalls = state.recall
+        if recalls is not None:
+            recalls = torch.cat([*(r for _, r in held if r is not None), recalls], dim=1)
         slots = range(target.num_layers, target.num_layers + 1)
         hidden = target.run_modules([self.block], self.bridge(taps, recalls, step), slots, state.cache)[:, -1:]
         survives = 1.0

@@ -24,6 +24,7 @@ from selfspec.cache import KVCache
 from selfspec.kernels import dispatch
 
 ATTENTION = "selfspec"
+LAYER_LISTS = ("layers", "h", "blocks")
 NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 SELF_CHECK_TOKENS = 16
 
@@ -306,10 +307,7 @@ class Target:
         rows = self._place(cache, first, hidden.shape[1], read_end, parents)
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
-            args, kwargs = rows.calls[min(slot, self.num_layers - 1)]
-            hidden = _only_hidden(
-                module(hidden, *[cache if a is _CACHE else a for a in args], **_with_cache(kwargs, cache))
-            )
+            hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], cache)
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows]
 
@@ -320,12 +318,16 @@ class Target:
             hidden = pad_rows(hidden, cache.width)
         return self.head(hidden)[:, :num_rows].float()
 
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Run one decoder layer without cache over whole sequences ``hidden`` [B, S, D], causally (for training)."""
+    def run_uncached(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range) -> Tensor:
+        """Run layer modules over whole sequences ``hidden`` [B, S, D] from position 0, causally, keeping nothing.
+
+        ``slots`` says which layers of the target they are called like (mask, rotary table); beyond the last: like it.
+        """
         self._prepare(hidden.shape[1])
         rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, None)
-        args, kwargs = rows.calls[-1]
-        return _only_hidden(block(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None)))
+        for module, slot in zip(modules, slots, strict=True):
+            hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], None)
+        return hidden
 
     # ---- proof ---------------------------------------------------------------------------------------------------
 
@@ -392,10 +394,8 @@ class Target:
         hidden = self.embed(tokens)
         self._prepare(count)
         rows = self._fill(0, count, count, None, mask)
-        for layer, (args, kwargs) in zip(self.base.get_submodule(".".join(self._path)), rows.calls, strict=True):
-            hidden = _only_hidden(
-                layer(hidden, *[None if a is _CACHE else a for a in args], **_with_cache(kwargs, None))
-            )
+        for layer, call in zip(self.base.get_submodule(".".join(self._path)), rows.calls, strict=True):
+            hidden = _call(layer, hidden, call, None)
         return whole, self._plain_head(hidden)
 
     def _mask_argument(self, mask: Tensor) -> Any:
@@ -415,17 +415,9 @@ class Target:
 
     def _find_layers(self) -> tuple[list[str], nn.ModuleList]:
         for name, module in self.base.named_modules():
-            if (
-                isinstance(module, nn.ModuleList)
-                and len(module) == self.num_layers
-                and name.split(".")[-1]
-                in (
-                    "layers",
-                    "h",
-                    "blocks",
-                )
-            ):
-                return name.split("."), module
+            *_, last = path = name.split(".")
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers and last in LAYER_LISTS:
+                return path, module
         raise UnsupportedModelError(f"{self.family}: no list of {self.num_layers} decoder layers found")
 
     def _with_private_config(self, layer: nn.Module) -> nn.Module:
@@ -538,11 +530,11 @@ def pad_rows(hidden: Tensor, width: int | None) -> Tensor:
 _CACHE = object()  # placeholder for the cache in a recorded call
 
 
-def _with_cache(kwargs: dict[str, Any], cache: KVCache | None) -> dict[str, Any]:
-    return {k: cache if v is _CACHE else v for k, v in kwargs.items()}
-
-
-def _only_hidden(output: Any) -> Tensor:
+def _call(layer: nn.Module, hidden: Tensor, call: tuple[tuple[Any, ...], dict[str, Any]], cache: Any) -> Tensor:
+    """Call ``layer`` as recorded, with this cache (or none); some families return more than the hidden state."""
+    args = [cache if a is _CACHE else a for a in call[0]]
+    kwargs = {k: cache if v is _CACHE else v for k, v in call[1].items()}
+    output = layer(hidden, *args, **kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from selfspec.training.data import (
     FORMAT_VERSION,
@@ -111,6 +112,38 @@ def write_data(
     return read_manifest(folder)
 
 
+class _RoomyLayer(DynamicLayer):
+    """A growing cache layer with room ahead: transformers' own copies everything it holds at every token."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self._stores: list[Tensor] = []  # keys and values [B, Hkv, slots, D]; what is held is a view of their start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append [B, Hkv, R, D] rows; returns all keys and values."""
+        first = self.get_seq_length()
+        end = first + key_states.shape[2]
+        if not self._stores or end > self._stores[0].shape[2]:
+            held = [self.keys, self.values] if first else [key_states[:, :, :0], value_states[:, :, :0]]
+            num_free = end - first + self.room
+            self._stores = [torch.cat([h, h.new_zeros(*h.shape[:2], num_free, h.shape[3])], dim=2) for h in held]
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        for store, new in zip(self._stores, (key_states, value_states), strict=True):
+            store[:, :, first:end] = new
+        self.keys, self.values = (store[:, :, :end] for store in self._stores)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` [b] alone."""
+        end = self.get_seq_length()
+        self._stores = [store[indices] for store in self._stores]
+        self.keys, self.values = (store[:, :, :end] for store in self._stores)
+
+
 @torch.inference_mode()
 def sample_batch(
     model: PreTrainedModel,
@@ -126,6 +159,7 @@ def sample_batch(
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     temperatures, positions = temperatures.to(model.device), (mask.cumsum(-1) - 1).clamp(min=0)
     cache, rows = DynamicCache(config=model.config), torch.arange(len(prompts))
+    cache.layers = [_RoomyLayer(max_new_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     answers: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
         logits = model(

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.bridge import RidgeAccumulator
 from selfspec.exits import ExitConfig, slice_output
-from selfspec.target import _CACHE, Head, Target, _only_hidden, _with_cache
+from selfspec.target import Head, Target
 from selfspec.training.data import Row
 
 HEAD_CHUNK = 512  # rows of full-vocabulary logits held at once
@@ -71,17 +71,6 @@ def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int) -> tupl
     return tuple(sorted(ranked))
 
 
-def run_whole(target: Target, hidden: Tensor, start: int, stop: int) -> Tensor:
-    """Layers [start, stop) without a cache over whole sequences ``hidden`` [B, S, D]."""
-    target._prepare(hidden.shape[1])
-    rows = target._fill(0, hidden.shape[1], hidden.shape[1], None, None)
-    for layer in range(start, stop):
-        args, kwargs = rows.calls[layer]
-        args = tuple(None if a is _CACHE else a for a in args)
-        hidden = _only_hidden(target.layers[layer](hidden, *args, **_with_cache(kwargs, None)))
-    return hidden
-
-
 def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Indices grouped by length, each group at most ``batch_tokens`` padded tokens (or a single row)."""
     groups: list[list[int]] = [[]]
@@ -104,7 +93,7 @@ def collect(target: Target, config: ExitConfig, rows: Sequence[Row], batch_token
         hidden, start = target.embed(ids), 0
         held = {}
         for mark in marks:
-            hidden = run_whole(target, hidden, start, mark)
+            hidden = target.run_uncached(target.layers[start:mark], hidden, range(start, mark))
             held[mark], start = hidden, mark
         recalls = torch.cat([held[r] for r in config.recall_layers], dim=-1) if config.recall_layers else None
         for b, (index, row) in enumerate(zip(group, chosen, strict=True)):
