@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from selfspec.model import EarlyExitModel
 from selfspec.stats import DecodeStats
 
+CONTEXT_TOKENS = 8  # printed tokens that the next one is decoded behind
 COMPARE_ROUNDS = 3  # interleaved runs of each method; the median counts
 
 
@@ -66,7 +67,7 @@ def _stream(
     model: EarlyExitModel, ids: Tensor, request: dict[str, Any], console: Console | None
 ) -> tuple[list[int], DecodeStats]:
     stream = model.stream(ids, **request)
-    writer = _Writer(model, console) if console is not None else None
+    writer = Writer(model, console) if console is not None else None
     tokens: list[int] = []
     for emission in stream:
         tokens += emission.tokens
@@ -78,26 +79,31 @@ def _stream(
     return tokens, stream.stats
 
 
-class _Writer:
-    """Prints tokens as text, accepted drafts in a second colour, never half a character."""
+class Writer:
+    """Prints tokens as text, accepted drafts in a second colour, never half a character.
+
+    A token's text may depend on the one before it, so each is decoded behind the last few that are printed already.
+    """
 
     def __init__(self, model: EarlyExitModel, console: Console) -> None:
         assert model.tokenizer is not None
         self._tokenizer, self._console = model.tokenizer, console
-        self._tokens: list[int] = []
-        self._printed = ""
+        self._printed: list[int] = []  # the last tokens that are on the screen
+        self._pending: list[int] = []  # bytes of a character that is not complete yet
 
     def put(self, token: int, is_drafted: bool) -> None:
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if text.endswith("\ufffd"):  # the bytes of a character are not complete yet
-            return
-        self._show(text[len(self._printed) :], is_drafted)
-        self._printed = text
+        self._pending.append(token)
+        text = self._text()
+        if not text.endswith("\ufffd"):
+            self._show(text, is_drafted)
+            self._printed, self._pending = [*self._printed, *self._pending][-CONTEXT_TOKENS:], []
 
     def close(self) -> None:
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        self._show(text[len(self._printed) :] + "\n", False)
+        self._show(self._text() + "\n", False)
+
+    def _text(self) -> str:
+        before = self._tokenizer.decode(self._printed, skip_special_tokens=True)
+        return str(self._tokenizer.decode([*self._printed, *self._pending], skip_special_tokens=True))[len(before) :]
 
     def _show(self, text: str, is_drafted: bool) -> None:
         if self._console.is_terminal:

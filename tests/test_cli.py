@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from selfspec import EarlyExitModel
 from selfspec.cli import app
+from selfspec.cli_generate import Writer
 from selfspec.pretrained import default_model_path
 from tests.conftest import build_model
 
@@ -87,6 +90,23 @@ def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message):
     assert message in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
     assert run.stdout == ""
+
+
+def test_characters_split_over_tokens_are_printed_whole(checkpoint, capsys):
+    """Emoji and Chinese take several tokens each: no piece shows U+FFFD, and together they are the text."""
+    model = EarlyExitModel.from_pretrained(checkpoint)
+    text = "na\u00efve \U0001f600 \u6f22\u5b57, \U0001f469\u200d\U0001f680 and so on, word after word, to the end."
+    tokens = model.tokenizer.encode(text)
+    assert sum("\ufffd" in model.tokenizer.decode([token]) for token in tokens) > 5
+    writer, shown = Writer(model, Console()), []
+    for number, token in enumerate(tokens):
+        writer.put(token, number % 3 > 0)
+        shown.append(capsys.readouterr().out)
+    writer.close()
+    shown.append(capsys.readouterr().out)
+    assert "".join(shown) == text + "\n"
+    assert "\ufffd" not in "".join(shown)
+    assert sum(map(bool, shown)) > 10
 
 
 def test_truncate_cuts_the_start_of_a_long_prompt(checkpoint):
