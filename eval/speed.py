@@ -17,12 +17,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from selfspec.cache import KVCache
-from selfspec.decode import DecodeState
+from selfspec.decode import DecodeState, decode
+from selfspec.drafter import NoDrafter
+from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel
 from selfspec.provenance import provenance
 
@@ -101,7 +103,11 @@ def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[
 
 @torch.no_grad()
 def pass_costs(model: EarlyExitModel, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a whole pass by number of rows, of a draft step and of its parts, by context."""
+    """Milliseconds of a whole pass by number of rows, of a cycle without drafts, of a draft step and its parts.
+
+    By context; ratios beside them: ``verify_5_over_1``, ``loop_overhead`` over a bare pass, the draft step over the
+    sum of its parts run bare and over its share of the weights.
+    """
     target, head = model.target, model.default_exit
     found = {}
     for context in CONTEXTS:
@@ -121,16 +127,42 @@ def pass_costs(model: EarlyExitModel, rounds: int) -> dict[str, Any]:
             return seconds * 1e3
 
         methods: dict[str, Callable[[], float]] = {f"pass_{n}": partial(rows, n) for n in (1, 2, 3, 4, 5)}
+        methods["loop_step"] = _loop_step(model, ids[0, :context].tolist(), rounds)
         if head is not None:
             methods |= _draft_parts(model, state, ids, context)
         runs = interleave(methods, rounds)
         costs = {f"{name}_ms": statistics.median(values) for name, values in runs.items()}
         costs["verify_5_over_1"] = costs["pass_5_ms"] / costs["pass_1_ms"]
+        costs["loop_overhead"] = costs["loop_step_ms"] / costs["pass_1_ms"] - 1
         if head is not None:
+            costs["draft_step_over_weights"] = costs["draft_step_ms"] / costs["pass_1_ms"] / weight_share(model, head)
             costs["draft_step_over_parts"] = costs["draft_step_ms"] / costs["draft_parts_ms"]
             costs["draft_step_over_pass"] = costs["draft_step_ms"] / costs["pass_1_ms"]
         found[str(context)] = costs
     return found
+
+
+def _loop_step(model: EarlyExitModel, prompt: list[int], rounds: int) -> Callable[[], float]:
+    """A cycle of the decoding loop without drafts, at positions that go on: what a pass costs with all around it."""
+    target, max_length = model.target, len(prompt) + rounds + 3
+    cache = KVCache(target.num_layers + 1, max_length + 1)
+    state = DecodeState(list(prompt), cache, max_length, target.vocab_size, target.device)
+    cycles = decode(target, NoDrafter(), state)
+    next(cycles)  # the prompt
+    return lambda: timed(lambda: next(cycles)) * 1e3
+
+
+def weight_share(model: EarlyExitModel, head: ExitHead) -> float:
+    """Weights that a draft step reads over those of a whole pass: its cost where memory bandwidth is the limit."""
+
+    def count(*modules: nn.Module) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    target = model.target
+    drafting = [*target.layers[: head.exit_layer], head.head.output]
+    if head.adapter is not None:
+        drafting += [head.block, head.bridge.maps[0]]
+    return count(*drafting) / count(*target.layers, target.output)
 
 
 def _draft_parts(

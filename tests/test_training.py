@@ -16,7 +16,7 @@ from selfspec.target import Target
 from selfspec.training.config import TrainConfig, config_names, load_train_config
 from selfspec.training.data import Row
 from selfspec.training.losses import soft_cross_entropy, walk_cycles
-from selfspec.training.run import claim, split, train_on_rows
+from selfspec.training.run import claim, halve, split, train_on_rows
 from selfspec.training.states import collect, draw_steps, fit_ridge
 from selfspec.training.trainer import ExitTrainer, Student
 
@@ -260,3 +260,14 @@ def test_a_wrong_setting_is_named(override: str, message: str) -> None:
 def test_an_unknown_config_lists_those_there_are() -> None:
     with pytest.raises(FileNotFoundError, match="smollm2-135m"):
         load_train_config("no-such-config")
+
+
+def test_rows_that_choose_the_state_do_not_judge_it():
+    """At most half of the held-out rows choose, and no more than the tokens asked for; a lone row does both."""
+    target, rows = Target(build()), written_rows(build(), 9)
+    states = collect(target, ExitConfig(exit_layer=1), rows)
+    choosing, judging = halve(states, 10_000)
+    assert (len(choosing), len(judging)) == (4, 5)
+    assert not {id(s) for s in choosing} & {id(s) for s in judging}
+    assert [len(part) for part in halve(states, 21)] == [2, 7]
+    assert halve(states[:1], 10) == (states[:1], states[:1])

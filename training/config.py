@@ -52,6 +52,7 @@ class TrainConfig(BaseModel):
     step_decay: float = Field(default=0.8, gt=0, le=1)  # loss weight of draft step j is step_decay ** (j - 1)
     seed: int = 0
     eval_fraction: float = Field(default=0.05, gt=0, lt=1)
+    eval_tokens: int = Field(default=4000, ge=1)  # held-out answer tokens that choose the best state; others judge it
     eval_minutes: float = Field(default=2.0, gt=0)  # how often the held-out rows are measured and the best state saved
     save_steps: int = Field(default=100, ge=1)  # checkpoints, from which the same run goes on
     ridge: float = Field(default=1e-3, gt=0)

@@ -23,7 +23,7 @@ from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, read_manifest, rows_from_jsonl
 from selfspec.training.generate_data import write_data
 from selfspec.training.losses import Metrics
-from selfspec.training.states import choose_vocab, collect_cached, fit_ridge
+from selfspec.training.states import RowStates, choose_vocab, collect_cached, fit_ridge
 from selfspec.training.trainer import ExitTrainer, KeepBest, Student, evaluate, fit_confidence
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ def train_on_rows(
     exit_config = config.exit_config(target.num_layers, vocab)
     label, kept = fingerprint(target.base), Path(config.states or folder / "states")
     held_out = collect_cached(target, exit_config, held_rows, kept, label)
+    choosing, judging = halve(held_out, config.eval_tokens)
     states = collect_cached(target, exit_config, train_rows, kept, label)
     adapter = build_adapter(target, exit_config)
     start_from_ridge(adapter, fit_ridge(states, exit_config.num_steps, config.ridge, config.ridge_tokens))
@@ -79,6 +80,7 @@ def train_on_rows(
         "num_answer_tokens": sum(row.num_answer_tokens for row in train_rows),
         "num_held_out_rows": len(held_rows),
         "num_held_out_answer_tokens": sum(row.num_answer_tokens for row in held_rows),
+        "num_choosing_rows": len(choosing),  # held-out rows that chose the state; the metrics are of the others
         "draft_vocab_coverage": round(coverage(held_rows, vocab), 4),
     }
     logger.info("%s", {k: v for k, v in summary.items() if k != "config"})
@@ -87,8 +89,9 @@ def train_on_rows(
         if write is not None:
             write(build_head(target, config, exit_config, adapter), metrics, summary)
 
-    keeper = KeepBest(student, held_out, config, save)
-    closed_form = keeper.measure(0)
+    keeper = KeepBest(student, choosing, config, save)
+    keeper.measure(0)
+    closed_form = evaluate(student, judging, config)
     summary["closed_form"] = closed_form.flat()
     if config.max_steps != 0:
         trainer = ExitTrainer(student, states, config, folder)
@@ -99,8 +102,8 @@ def train_on_rows(
         summary["num_steps"] = trainer.state.global_step
         keeper.measure(trainer.state.global_step)
         student.load_trained_state(keeper.best_state)
-    summary["confidence_cross_entropy"] = round(fit_confidence(student, held_out, config), 4)
-    metrics = evaluate(student, held_out, config)
+    summary["confidence_cross_entropy"] = round(fit_confidence(student, choosing, config), 4)
+    metrics = evaluate(student, judging, config)
     save(metrics)
     (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
@@ -164,6 +167,19 @@ def split(rows: Sequence[Row], config: TrainConfig) -> tuple[list[Row], list[Row
     if len(rows) < 2:
         raise ValueError(f"{len(rows)} rows are too few: at least two are needed, one of them held out")
     return list(rows[:-1]), list(rows[-1:])
+
+
+def halve(held_out: Sequence[RowStates], max_tokens: int) -> tuple[Sequence[RowStates], Sequence[RowStates]]:
+    """Held-out rows that choose the best state (the first half, at most ``max_tokens`` answer tokens), and the others,
+    which no choice has seen and the reported metrics come from. A single row does both.
+    """
+    if len(held_out) < 2:
+        return held_out, held_out
+    count, total = 1, len(held_out[0].argmaxes)
+    while count < len(held_out) // 2 and total < max_tokens:
+        total += len(held_out[count].argmaxes)
+        count += 1
+    return held_out[:count], held_out[count:]
 
 
 def coverage(rows: Sequence[Row], vocab: tuple[int, ...] | None) -> float:
