@@ -10,25 +10,19 @@ turn, prompt by prompt, in rotating order after a warm-up; figures are medians, 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from selfspec.cache import KVCache
-from selfspec.decode import DecodeState, decode
-from selfspec.drafter import NoDrafter
-from selfspec.exits import ExitHead
+from selfspec.costs import CONTEXTS, interleave, pass_costs, random_prompt
 from selfspec.model import EarlyExitModel
 from selfspec.provenance import provenance
-
-CONTEXTS = (64, 256, 1000)
 
 
 class _Clock(BaseStreamer):
@@ -50,30 +44,6 @@ class _Clock(BaseStreamer):
         return len(self.times) - 2, self.times[-1] - self.times[1]
 
 
-def interleave(methods: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Results of every method, run in turn ``rounds`` times after a warm-up, the order rotated."""
-    results: dict[str, list[Any]] = {name: [] for name in methods}
-    for method in methods.values():
-        method()
-    names = list(methods)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            results[name].append(methods[name]())
-    return results
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds that ``call`` takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def random_prompt(length: int) -> Tensor:
-    """Ids [1, length] of ordinary tokens."""
-    return torch.randint(100, 40_000, (1, length), generator=torch.Generator().manual_seed(length))
-
-
 def transformers_speed(model: EarlyExitModel, ids: Tensor, num_tokens: int) -> tuple[int, float]:
     """Decoded tokens and seconds of transformers' own greedy generate."""
     clock = _Clock()
@@ -85,7 +55,7 @@ def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[
     """Ordinary decoding of this engine (width 1) over transformers' generate, by context."""
     found = {}
     for context in CONTEXTS:
-        ids = random_prompt(context)
+        ids = random_prompt(model, context)
 
         def ours(ids: Tensor = ids) -> float:
             out = model.generate(ids, max_new_tokens=num_tokens, draft="off", exact=False, eos_token_id=None)
@@ -99,107 +69,6 @@ def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[
         speeds = {name: statistics.median(values) for name, values in runs.items()}
         found[str(context)] = {**speeds, "ratio": speeds["selfspec"] / speeds["transformers"]}
     return found
-
-
-@torch.no_grad()
-def pass_costs(model: EarlyExitModel, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a whole pass by number of rows, of a cycle without drafts, of a draft step and its parts.
-
-    By context; ratios beside them: ``verify_5_over_1``, ``loop_overhead`` over a bare pass, the draft step over the
-    sum of its parts run bare and over its share of the weights.
-    """
-    target, head = model.target, model.default_exit
-    found = {}
-    for context in CONTEXTS:
-        cache = KVCache(target.num_layers + 1, context + 16)
-        ids = random_prompt(context + 8)
-        state = DecodeState(ids[0, :context].tolist(), cache, context + 16, target.vocab_size, target.device)
-        target.run_layers(target.embed(ids[:, :context]), 0, target.num_layers, cache)
-        cache.lengths = [context] * len(cache.lengths)
-
-        def rows(count: int, ids: Tensor = ids, cache: KVCache = cache, context: int = context) -> float:
-            def run() -> None:
-                tokens = ids[:, context : context + count]
-                target.logits(target.run_layers(target.embed(tokens, context), 0, target.num_layers, cache))
-
-            seconds = timed(run)
-            cache.rollback(context)
-            return seconds * 1e3
-
-        methods: dict[str, Callable[[], float]] = {f"pass_{n}": partial(rows, n) for n in (1, 2, 3, 4, 5)}
-        methods["loop_step"] = _loop_step(model, ids[0, :context].tolist(), rounds)
-        if head is not None:
-            methods |= _draft_parts(model, state, ids, context)
-        runs = interleave(methods, rounds)
-        costs = {f"{name}_ms": statistics.median(values) for name, values in runs.items()}
-        costs["verify_5_over_1"] = costs["pass_5_ms"] / costs["pass_1_ms"]
-        costs["loop_overhead"] = costs["loop_step_ms"] / costs["pass_1_ms"] - 1
-        if head is not None:
-            costs["draft_step_over_weights"] = costs["draft_step_ms"] / costs["pass_1_ms"] / weight_share(model, head)
-            costs["draft_step_over_parts"] = costs["draft_step_ms"] / costs["draft_parts_ms"]
-            costs["draft_step_over_pass"] = costs["draft_step_ms"] / costs["pass_1_ms"]
-        found[str(context)] = costs
-    return found
-
-
-def _loop_step(model: EarlyExitModel, prompt: list[int], rounds: int) -> Callable[[], float]:
-    """A cycle of the decoding loop without drafts, at positions that go on: what a pass costs with all around it."""
-    target, max_length = model.target, len(prompt) + rounds + 3
-    cache = KVCache(target.num_layers + 1, max_length + 1)
-    state = DecodeState(list(prompt), cache, max_length, target.vocab_size, target.device)
-    cycles = decode(target, NoDrafter(), state)
-    next(cycles)  # the prompt
-    return lambda: timed(lambda: next(cycles)) * 1e3
-
-
-def weight_share(model: EarlyExitModel, head: ExitHead) -> float:
-    """Weights that a draft step reads over those of a whole pass: its cost where memory bandwidth is the limit."""
-
-    def count(*modules: nn.Module) -> int:
-        return sum(p.numel() for module in modules for p in module.parameters())
-
-    target = model.target
-    drafting = [*target.layers[: head.exit_layer], head.head.output]
-    if head.adapter is not None:
-        drafting += [head.block, head.bridge.maps[0]]
-    return count(*drafting) / count(*target.layers, target.output)
-
-
-def _draft_parts(
-    model: EarlyExitModel, state: DecodeState, ids: Tensor, context: int
-) -> dict[str, Callable[[], float]]:
-    """A draft step as the drafter runs it, and the sum of its parts called bare: what it must cost at least."""
-    target, head, cache = model.target, model.default_exit, state.cache
-    assert head is not None
-    token = ids[:, context : context + 1]
-    width = target.hidden_size * len(head.recall_layers)
-    state.recall = torch.zeros(1, 1, width, dtype=target.dtype) if width else None
-
-    def step() -> float:
-        def run() -> None:
-            tap = target.run_layers(target.embed(token, context), 0, head.exit_layer, cache)
-            logits, _ = head.step(target, state, tap, 1)
-            logits.argmax()
-
-        seconds = timed(run)
-        cache.rollback(context)
-        return seconds * 1e3
-
-    tap = target.embed(token, context)
-
-    def parts() -> float:
-        began = time.perf_counter()
-        target.run_layers(tap, 0, head.exit_layer, cache)
-        if head.adapter is not None:
-            hidden = head.bridge(tap, state.recall, 1)
-            slot = range(target.num_layers, target.num_layers + 1)
-            target.run_modules([head.block], hidden, slot, cache)
-        head.head(tap)
-        seconds = time.perf_counter() - began
-        cache.rollback(context)
-        return seconds * 1e3
-
-    return {"draft_step": step, "draft_parts": parts}
 
 
 def read_questions(path: Path, per_category: int) -> list[tuple[str, str]]:

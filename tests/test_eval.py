@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from selfspec import costs
 from selfspec.eval import speed, table
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +55,7 @@ def test_the_clock_leaves_the_prompt_and_the_first_token_out(monkeypatch):
 
 def test_methods_take_turns_in_rotating_order():
     order: list[str] = []
-    runs = speed.interleave({name: (lambda name=name: order.append(name)) for name in "abc"}, rounds=3)
+    runs = costs.interleave({name: (lambda name=name: order.append(name)) for name in "abc"}, rounds=3)
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert {len(values) for values in runs.values()} == {3}
 

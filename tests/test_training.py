@@ -15,10 +15,11 @@ from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.target import Target
 from selfspec.training.config import TrainConfig, config_names, load_train_config
 from selfspec.training.data import Row
-from selfspec.training.losses import soft_cross_entropy, walk_cycles
+from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
+from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import claim, halve, split, train_on_rows
 from selfspec.training.states import collect, draw_steps, fit_ridge
-from selfspec.training.trainer import ExitTrainer, Student
+from selfspec.training.trainer import ExitTrainer, Student, fit_logistic, score_rows
 
 VOCAB = 97
 
@@ -57,7 +58,7 @@ def settings(folder: Path, **overrides: object) -> TrainConfig:
     values = {
         "exit_layer": 1, "recall_layers": (2, 4), "num_steps": 2, "draft_vocab_size": 64, "lora_rank": 4,
         "lora_alpha": 8, "epochs": 6, "batch_tokens": 96, "learning_rate": 5e-3, "bridge_learning_rate": 5e-3,
-        "output": str(folder), "eval_fraction": 0.15,
+        "output": str(folder), "eval_fraction": 0.15, "draft_len": 2,
     }  # fmt: skip
     return TrainConfig(**{**values, **overrides})
 
@@ -208,8 +209,57 @@ def test_soft_cross_entropy_is_the_formula() -> None:
 
 
 def test_cycles_are_walked_as_decoding_goes() -> None:
-    assert walk_cycles([[True] * 9] * 2, 2)[:2] == (9, 3)
-    assert walk_cycles([[False] * 9] * 2, 2)[:2] == (9, 9)
+    """All right: three tokens a cycle; all wrong: one; a low confidence stops a cycle before it draws."""
+
+    def row(is_right: bool, *confidence: float) -> RowScores:
+        return RowScores([[is_right] * 9] * 2, [[c] * 9 for c in confidence])
+
+    assert walk_cycles(row(True, 0.9, 0.9), 2).num_cycles == 3
+    wrong = walk_cycles(row(False, 0.9, 0.9), 2)
+    assert (wrong.num_cycles, wrong.num_drafted, wrong.tried) == (9, [2] * 7 + [1, 0], [8, 0])
+    stopped = walk_cycles(row(True, 0.9, 0.5), 2, min_confidence=0.6)
+    assert (stopped.num_drafted, stopped.num_steps) == ([1] * 4 + [0], [2] * 4 + [0])
+    assert walk_cycles(row(True, 0.2, 0.9), 2, min_confidence=0.6).num_steps == [1] * 8 + [0]
+
+
+def test_drafting_is_planned_from_costs_and_confidence() -> None:
+    """Cheap and right: far. Dear: one token. Wrong where confidence is low: stop there. Speed is the formula."""
+    sure = RowScores([[True] * 30] * 3, [[0.95] * 30] * 3)
+    cheap, dear = Costs(0.05, (1, 1.02, 1.05, 1.1)), Costs(0.8, (1, 1.1, 2.5, 4.0))
+    assert choose([sure], cheap).draft_len == 3
+    assert choose([sure], dear).draft_len == 1
+    assert predict([sure], cheap, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.05)))
+    half = RowScores([[True, False, False] * 10] * 3, [[0.9, 0.1, 0.1] * 10] * 3)
+    plan = choose([half], cheap)
+    assert plan.min_confidence > 0.05
+    assert plan.speedup > predict([half], cheap, plan.draft_len, 0.0)
+
+
+def test_confidence_is_calibrated_and_drafting_planned(tmp_path: Path) -> None:
+    """On rows never seen, the mean confidence is the share of right drafts; the saved settings come from the plan."""
+    config = settings(tmp_path, draft_len=None, batch_tokens=384, eval_fraction=0.3)
+    done = train_on_rows(Target(build()), written_rows(build(), 200), config, tmp_path, VOCAB)
+    assert 1 <= done.exit_head.config.draft_len <= 5
+    assert done.metrics.speedup is not None
+    assert done.exit_head.adapter is not None
+    target = Target(build())
+    student = Student(target, done.exit_head.adapter, done.exit_head.vocab_ids)
+    fresh = collect(target, done.exit_head.config, written_rows(target.base, 260)[200:])
+    scores = score_rows(student, fresh, config).greedy_rows
+    confidence = np.array([row.confidence[0] for row in scores]).mean()
+    share = np.array([row.is_right[0] for row in scores]).mean()
+    assert abs(confidence - share) < 0.05
+    assert 0.05 < share < 0.95
+
+
+def test_confidence_finds_a_signal_that_is_there() -> None:
+    """Logistic regression reaches the cross-entropy of the true chances, well below that of the mean."""
+    x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
+    chance = (3 * x[:, 0] - 1).sigmoid()
+    y = (torch.rand(4000, generator=torch.Generator().manual_seed(1)) < chance).float()
+    entropy = torch.nn.functional.binary_cross_entropy
+    best, blind = entropy(chance, y).item(), entropy(y.mean().expand_as(y), y).item()
+    assert fit_logistic(torch.nn.Linear(8, 1), x, y) < best + 0.1 * (blind - best)
 
 
 def test_a_folder_with_other_content_is_refused(tmp_path: Path) -> None:

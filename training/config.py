@@ -37,7 +37,8 @@ class TrainConfig(BaseModel):
     recall_layers: tuple[int, ...] | None = None  # None: a third, two thirds and all of the layers
     num_steps: int = Field(default=3, ge=1)
     draft_vocab_size: int | None = Field(default=8192, ge=1)  # None: the whole vocabulary
-    draft_len: int = Field(default=2, ge=1)
+    draft_len: int | None = Field(default=None, ge=1)  # None: chosen with min_confidence from costs measured at the end
+    min_confidence: float | None = Field(default=None, ge=0, le=1)
     lora_rank: int = Field(default=64, ge=1)
     lora_alpha: int = Field(default=64, ge=1)
     data: DataConfig = DataConfig()
@@ -67,7 +68,8 @@ class TrainConfig(BaseModel):
             recall = tuple(layer for layer in recall if layer >= self.exit_layer)
         return ExitConfig(
             exit_layer=self.exit_layer, recall_layers=recall, num_steps=self.num_steps, draft_vocab=draft_vocab,
-            lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, draft_len=self.draft_len,
+            lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, draft_len=self.draft_len or 2,
+            min_confidence=self.min_confidence or 0.0,
         )  # fmt: skip
 
 

@@ -31,31 +31,57 @@ class Metrics:
     accepted_mass: list[float]  # sum min(p, q) at temperature 1
     acceptance: list[float]  # a_j: right at step j, given that all before were
     tau: list[float]  # tokens per cycle with k = 1, 2, ... greedy drafts
+    speedup: float | None = None  # predicted over ordinary decoding, from measured costs and the chosen drafting
 
     def flat(self) -> dict[str, float]:
         """One name for every number, for logs and sidecars."""
-        values = {"loss": self.loss}
+        values = {"loss": self.loss} if self.speedup is None else {"loss": self.loss, "speedup": round(self.speedup, 3)}
         for name in ("agreement", "accepted_mass", "acceptance", "tau"):
             values |= {f"{name}_{i}": round(v, 4) for i, v in enumerate(getattr(self, name), start=1)}
         return values
 
 
-def walk_cycles(is_right: list[list[bool]], draft_len: int) -> tuple[int, int, list[int], list[int]]:
-    """Decode one row with drafts of length k: is_right[j - 1][a] says whether step j at answer position a is right.
+@dataclass(frozen=True)
+class RowScores:
+    """An exit on one held-out row, every draft step at every answer position; lists [J][A]."""
 
-    Returns (tokens, cycles, tried, accepted), the last two counted per step.
-    """
-    size, at, cycles = len(is_right[0]), 0, 0
-    tried, accepted = [0] * draft_len, [0] * draft_len
+    is_right: list[list[bool]]  # exit argmax equals the target's
+    confidence: list[list[float]]  # what the exit thinks its chance is
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Cycles of decoding held-out text, counted."""
+
+    num_tokens: int
+    num_drafted: list[int]  # of each cycle
+    num_steps: list[int]  # draft steps of each cycle; one more than drafted where a step stopped before drawing
+    tried: list[int]  # by step: cycles that reached it with all before it right
+    accepted: list[int]  # by step
+
+    @property
+    def num_cycles(self) -> int:
+        return len(self.num_drafted)
+
+
+def walk_cycles(row: RowScores, draft_len: int, min_confidence: float = 0.0) -> Walk:
+    """Decode one row as `ChainDrafter` would. Steps beyond those scored count as the last one scored."""
+    size, at = len(row.is_right[0]), 0
+    drafted, steps, tried, accepted = list[int](), list[int](), [0] * draft_len, [0] * draft_len
     while at < size:
-        cycles += 1
-        for step in range(draft_len):
-            if at >= size - 1:  # the last token needs no draft behind it
+        most, survival, num = min(draft_len, size - 1 - at), 1.0, 0  # the last token needs no draft behind it
+        while num < most:
+            survival *= row.confidence[min(num, len(row.confidence) - 1)][at + num]
+            if survival < min_confidence:
                 break
+            num += 1
+        drafted.append(num)
+        steps.append(num + (num < most))
+        for step in range(num):
             tried[step] += 1
-            if not is_right[min(step, len(is_right) - 1)][at]:
+            if not row.is_right[min(step, len(row.is_right) - 1)][at]:
                 break
             accepted[step] += 1
             at += 1
         at += 1
-    return size, cycles, tried, accepted
+    return Walk(size, drafted, steps, tried, accepted)

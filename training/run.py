@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.costs import NUM_ROWS, pass_costs
 from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
+from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model
 from selfspec.storage import fingerprint, save_exit
 from selfspec.target import Target
@@ -23,12 +25,14 @@ from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, read_manifest, rows_from_jsonl
 from selfspec.training.generate_data import write_data
 from selfspec.training.losses import Metrics
+from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.states import RowStates, choose_vocab, collect_cached, fit_ridge
-from selfspec.training.trainer import ExitTrainer, KeepBest, Student, evaluate, fit_confidence
+from selfspec.training.trainer import ExitTrainer, KeepBest, Student, evaluate, fit_confidence, score_rows
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.yaml"
+COST_CONTEXT, COST_ROUNDS = 256, 9  # tokens of context and repetitions with which passes are timed
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,30 @@ def train_on_rows(
         summary["num_steps"] = trainer.state.global_step
         keeper.measure(trainer.state.global_step)
         student.load_trained_state(keeper.best_state)
-    summary["confidence_cross_entropy"] = round(fit_confidence(student, choosing, config), 4)
-    metrics = evaluate(student, judging, config)
+    summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
+    judged = score_rows(student, judging, config)
+    metrics = judged.metrics()
+    if config.draft_len is None:
+        costs = measure_costs(target, build_head(target, config, exit_config, adapter))
+        plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
+        exit_config = exit_config.model_copy(
+            update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
+        )
+        speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence)
+        metrics = replace(metrics, speedup=speedup)
+        summary["costs"] = asdict(costs)
+        logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
     save(metrics)
     (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
+
+
+def measure_costs(target: Target, exit_head: ExitHead) -> Costs:
+    """Time passes and a draft step on this machine, as decoding runs them."""
+    context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
+    found = pass_costs(EarlyExitModel(target, {exit_head.name: exit_head}), COST_ROUNDS, (context,))[str(context)]
+    rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
+    return Costs(round(found["draft_step_over_pass"], 4), rows)
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from selfspec.exits import active, unwrap
 from selfspec.target import Target
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics, overlap, soft_cross_entropy, walk_cycles
+from selfspec.training.losses import Metrics, RowScores, overlap, soft_cross_entropy, walk_cycles
 from selfspec.training.states import (
     Batch,
     RowStates,
@@ -33,6 +34,7 @@ from selfspec.training.states import (
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trained_state.safetensors"
+CONFIDENCE_TOKENS = 20_000  # training tokens that the confidence is fitted on
 
 
 class Student(nn.Module):
@@ -250,29 +252,51 @@ class KeepBest(TrainerCallback):
         return control
 
 
-@torch.no_grad()
-def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Metrics:
-    """Agreement and sum min(p, q) per step on all rows; a_j and tau by walking the greedy ones.
+@dataclass(frozen=True)
+class Scores:
+    """What `score_rows` found on held-out rows; lists are indexed by draft step - 1."""
 
-    Every step j is scored at every position (the whole row with the map of j), then real cycles are walked.
-    """
+    loss: float
+    agreement: list[float]
+    accepted_mass: list[float]
+    greedy_rows: list[RowScores]  # all rows where none is greedy
+
+    def metrics(self) -> Metrics:
+        """With a_j and tau, by walking the greedy rows in cycles."""
+        depth = len(self.agreement)
+        walks = [[walk_cycles(row, k) for row in self.greedy_rows] for k in range(1, depth + 1)]
+        tried = [sum(w.tried[j] for w in walks[-1]) for j in range(depth)]
+        accepted = [sum(w.accepted[j] for w in walks[-1]) for j in range(depth)]
+        return Metrics(
+            loss=round(self.loss, 4),
+            agreement=self.agreement,
+            accepted_mass=self.accepted_mass,
+            acceptance=[a / max(t, 1) for a, t in zip(accepted, tried, strict=True)],
+            tau=[sum(w.num_tokens for w in ws) / max(sum(w.num_cycles for w in ws), 1) for ws in walks],
+        )
+
+
+@torch.no_grad()
+def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Scores:
+    """Every draft step j at every answer position: the whole row goes through the map of j."""
     num_steps = config.num_steps
     loss, count = 0.0, 0
     hits, mass = [0] * num_steps, [0.0] * num_steps
-    totals = [[0, 0] for _ in range(num_steps)]  # tokens, cycles for k
-    tried, accepted = [0] * num_steps, [0] * num_steps
-    has_greedy = any(not row.temperature > 0 for row in states)
+    greedy, sampled = list[RowScores](), list[RowScores]()
+    confidence = active(unwrap(student.adapter).confidence)
     for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
         rows = [states[i] for i in group]
         batch = make_batch(rows, student.target.device, torch.float32)
         probs = student.teacher.probs(batch)
-        right = []
+        right, chances = [], []
         for j in range(1, num_steps + 1):
             steps = torch.full(batch.taps.shape[:2], j, device=batch.taps.device)
-            logits = student.head(student(batch.taps, batch.recalls, steps)[batch.is_scored])
+            normed = student(batch.taps, batch.recalls, steps)[batch.is_scored]
+            logits = student.head(normed)
             guess = logits.argmax(-1)
             guess = guess if student.vocab_ids is None else student.vocab_ids[guess]
             right.append(guess == batch.argmaxes)
+            chances.append(confidence(normed)[:, 0].sigmoid())
             hits[j - 1] += int(right[-1].sum())
             mass[j - 1] += float(overlap(logits, probs).sum())
             if j == 1:
@@ -280,51 +304,79 @@ def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig)
                 count += len(logits)
         begin = 0
         for row in rows:
-            end = begin + len(row.argmaxes)
-            if not row.temperature > 0 or not has_greedy:
-                flags = [r[begin:end].tolist() for r in right]
-                for k in range(1, num_steps + 1):
-                    size, cycles, row_tried, row_accepted = walk_cycles(flags, k)
-                    totals[k - 1][0] += size
-                    totals[k - 1][1] += cycles
-                for j in range(num_steps):
-                    tried[j] += row_tried[j]
-                    accepted[j] += row_accepted[j]
-            begin = end
-    return Metrics(
-        loss=round(loss / max(count, 1), 4),
-        agreement=[h / max(count, 1) for h in hits],
-        accepted_mass=[m / max(count, 1) for m in mass],
-        acceptance=[a / max(t, 1) for a, t in zip(accepted, tried, strict=True)],
-        tau=[tokens / max(cycles, 1) for tokens, cycles in totals],
-    )
+            part = slice(begin, begin := begin + len(row.argmaxes))
+            found = RowScores([r[part].tolist() for r in right], [c[part].tolist() for c in chances])
+            (sampled if row.temperature > 0 else greedy).append(found)
+    agreement, accepted_mass = [h / max(count, 1) for h in hits], [m / max(count, 1) for m in mass]
+    return Scores(loss / max(count, 1), agreement, accepted_mass, greedy or sampled)
 
 
-def fit_confidence(student: Student, states: Sequence[RowStates], config: TrainConfig, num_steps: int = 300) -> float:
-    """Logistic regression from normed states to sum min(p, q), with soft targets; returns its cross-entropy."""
-    features, targets = [], []
-    generator = torch.Generator().manual_seed(config.seed)
-    with torch.no_grad():
-        for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
-            batch = make_batch([states[i] for i in group], student.target.device, torch.float32)
-            steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], config.num_steps, generator)
-            normed = student(batch.taps, batch.recalls, steps.to(batch.taps.device))[batch.is_scored]
-            features.append(normed)
-            targets.append(overlap(student.head(normed), student.teacher.probs(batch)))
-    x, y = torch.cat(features), torch.cat(targets).clamp(0, 1)
+def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Metrics:
+    """`score_rows`, summed up."""
+    return score_rows(student, states, config).metrics()
+
+
+def fit_confidence(
+    student: Student, states: Sequence[RowStates], held_out: Sequence[RowStates], config: TrainConfig
+) -> float:
+    """Logistic regression from normed states to the chance of acceptance; returns its held-out cross-entropy.
+
+    The direction comes from training rows, scale and bias from held-out ones, on which the exit is less sure of itself.
+    """
+    x, y = _confidence_data(student, _first_tokens(states, CONFIDENCE_TOKENS), config)
+    held_x, held_y = _confidence_data(student, held_out, config)
     scale = x.std(0).clamp(min=1e-6)
-    linear = nn.Linear(x.shape[1], 1, device=x.device)
-    nn.init.zeros_(linear.weight)
-    nn.init.constant_(linear.bias, float(torch.logit(y.mean().clamp(0.01, 0.99))))
-    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-2, weight_decay=1e-2)
-    scaled = x / scale
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(linear(scaled)[:, 0], y)
-        loss.backward()
-        optimizer.step()
+    direction = nn.Linear(x.shape[1], 1, device=x.device)
+    fit_logistic(direction, x / scale, y)
+    calibration = nn.Linear(1, 1, device=x.device)
+    with torch.no_grad():
+        score = direction(held_x / scale)
+    nn.init.ones_(calibration.weight)
+    loss = fit_logistic(calibration, score, held_y)
     confidence = active(unwrap(student.adapter).confidence)
     with torch.no_grad():
-        confidence.weight.copy_(linear.weight / scale)
-        confidence.bias.copy_(linear.bias)
+        confidence.weight.copy_(calibration.weight * direction.weight / scale)
+        confidence.bias.copy_(calibration.weight[0] * direction.bias + calibration.bias)
+    return loss
+
+
+def _first_tokens(states: Sequence[RowStates], max_tokens: int) -> list[RowStates]:
+    kept, total = [], 0
+    for row in states:
+        kept.append(row)
+        total += len(row.argmaxes)
+        if total >= max_tokens:
+            break
+    return kept
+
+
+@torch.no_grad()
+def _confidence_data(student: Student, states: Sequence[RowStates], config: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Normed states [A, D] and chances of acceptance [A]: right or wrong in greedy rows, sum min(p, q) in others."""
+    features, targets = [], []
+    generator = torch.Generator().manual_seed(config.seed)
+    for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
+        rows = [states[i] for i in group]
+        batch = make_batch(rows, student.target.device, torch.float32)
+        steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], config.num_steps, generator)
+        normed = student(batch.taps, batch.recalls, steps.to(batch.taps.device))[batch.is_scored]
+        logits = student.head(normed)
+        guess = logits.argmax(-1)
+        guess = guess if student.vocab_ids is None else student.vocab_ids[guess]
+        is_sampled = torch.cat([torch.full((len(r.argmaxes),), r.temperature > 0) for r in rows]).to(guess.device)
+        shared = overlap(logits, student.teacher.probs(batch)).clamp(0, 1)
+        features.append(normed)
+        targets.append(torch.where(is_sampled, shared, (guess == batch.argmaxes).float()))
+    return torch.cat(features), torch.cat(targets)
+
+
+def fit_logistic(linear: nn.Linear, x: Tensor, y: Tensor, num_steps: int = 300) -> float:
+    """Fit chances y [A] from x [A, D]; returns the cross-entropy reached."""
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-2, weight_decay=1e-2)
+    nn.init.zeros_(linear.bias)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(linear(x)[:, 0], y)
+        loss.backward()
+        optimizer.step()
     return float(loss.detach())
