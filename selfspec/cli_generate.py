@@ -37,7 +37,7 @@ def encode(model: EarlyExitModel, text: str, raw: bool, max_new_tokens: int, tru
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
             "input_ids"
         ]
-    context = getattr(model.target.config, "max_position_embeddings", None)
+    context = model.target.context_length
     if truncate and context is not None:
         room = context - max_new_tokens
         if room < 1:

@@ -104,10 +104,10 @@ class DecodeState:
         for token in [int(draft.tokens[0, row - 1]) for row in path] + [int(verdict.next_token[0])]:
             emitted.append(token)
             self.tokens.append(token)
-            if token in self.eos_ids or self.num_remaining == 0 or self.is_stopped(self.tokens):
-                self.done = True
+            self.done = self.is_stopped(self.tokens) or token in self.eos_ids or self.num_remaining == 0
+            if self.done:
                 break
-        self._keep(scored, [0, *path])
+        self._keep(scored, [0, *path][: len(emitted)])  # the last emitted token has no row yet
         self.stats.num_tokens += len(emitted)
         return emitted
 
@@ -221,7 +221,7 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     state._keep(scored, list(range(num_prompt)))
     state.tokens.append(token)
     state.stats.num_tokens += 1
-    state.done = token in state.eos_ids or state.num_remaining == 0 or state.is_stopped(state.tokens)
+    state.done = state.is_stopped(state.tokens) or token in state.eos_ids or state.num_remaining == 0
     state.stats.prefill_seconds = time.perf_counter() - began
     return [token]
 

@@ -183,26 +183,39 @@ class EarlyExitModel:
     ) -> "Stream":
         """`generate` as an iterator of `Emission`s, one a cycle; settings are checked here, work starts with `next`."""
         options = settings.DecodeOptions.from_kwargs(kwargs)
-        tokens = settings.prompt_tokens(input_ids, attention_mask)
-        generation = settings.resolve_generation(self.base, generation_config, kwargs, len(tokens))
+        prompt = settings.read_prompt(input_ids, attention_mask)
+        generation = settings.resolve_generation(self.base, generation_config, kwargs, prompt)
+        processors = settings.processors(self.base, generation, logits_processor, prompt)
+        criteria = settings.criteria(generation, stopping_criteria, self.tokenizer)
+        return self._stream(prompt, generation, processors, criteria, options)
+
+    def _stream(
+        self,
+        prompt: "settings.Prompt",
+        generation: GenerationConfig,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        options: "settings.DecodeOptions",
+    ) -> "Stream":
+        """A stream of resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
         drafter, draft_len = self._drafter(options)
         exact = options.exact if options.exact is not None else self.target.dtype in (torch.bfloat16, torch.float16)
         width = exact_width(draft_len) if exact else None
-        max_length = settings.max_length(self.target, generation, len(tokens))
-        capacity = max_length + (width or draft_len + 1)
+        max_length = settings.max_length(self.target, generation, prompt)
+        sampling, before = settings.divide(generation, processors)
         state = DecodeState(
-            tokens=tokens,
-            cache=KVCache(self.target.num_layers + 1, capacity, width),
+            tokens=list(prompt.tokens),
+            cache=KVCache(self.target.num_layers + 1, max_length + (width or draft_len + 1), width),
             max_length=max_length,
             vocab_size=self.target.vocab_size,
             device=self.target.device,
-            sampling=settings.sampling(generation),
+            sampling=sampling,
             rule=options.acceptance,
             seed=options.draw_seed(),
             eos_ids=settings.eos_ids(generation),
-            min_length=settings.min_length(generation, len(tokens)),
-            processors=settings.processors(self.base, generation, logits_processor, len(tokens)),
-            is_stopped=settings.stop_rule(generation, stopping_criteria, self.tokenizer, self.target.device),
+            min_length=settings.min_length(generation, prompt),
+            processors=before,
+            is_stopped=settings.stop_rule(criteria, prompt, self.target.device),
         )
         return Stream(self, drafter, state)
 
@@ -261,12 +274,14 @@ class EarlyExitModel:
         """For ``hf_model.generate(..., custom_generate=model.custom_generate)``; returns sequences [1, S]."""
         if model is not self.base:
             raise ValueError("custom_generate belongs to another model than the one generating")
-        output = self.generate(
-            input_ids, attention_mask, generation_config, settings.own_processors(logits_processor), stopping_criteria,
-            draft=draft, exit=exit, exit_layer=exit_layer, draft_len=draft_len, exact=exact, acceptance=acceptance,
-            seed=seed,
-        )  # fmt: skip
-        return output.sequences
+        if generation_config is None:
+            raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
+        options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, exact, acceptance, seed)
+        prompt = settings.read_prompt(input_ids, attention_mask)
+        processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
+        stream = self._stream(prompt, generation_config, processors, criteria, options)
+        new = [token for emission in stream for token in emission.tokens]
+        return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
 
     def _require_exact(self, width: int) -> None:
         """Refuse exact mode where this model's rows depend on their neighbours or on their index."""

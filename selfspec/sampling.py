@@ -115,11 +115,11 @@ def uniform(seed: int, stream: int, positions: Sequence[int], columns: Tensor) -
 
     ``columns`` [C] are integers, such as token ids: a subset of the vocabulary gets the numbers that the whole has.
     A 32-bit finaliser (the multiply-xorshift of MurmurHash3) is applied to the column number twice, keyed by a hash of
-    the other three; 24 bits are kept, so that every device makes the same float32.
+    the other three; 23 bits are kept, so that every device makes the same float32 and none is rounded to 1.
     """
     keys = torch.tensor([_key(seed, stream, p) for p in positions], dtype=torch.int32, device=columns.device)  # [R, 2]
     bits = _mix(_mix(columns.int()[None, :] ^ keys[:, :1]) + keys[:, 1:])
-    return (((bits >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    return (((bits >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     MaxTimeCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -24,22 +24,40 @@ from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
     StopStringCriteria,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from selfspec.sampling import Sampling
 from selfspec.target import Target
 
-OURS = (  # processors that `Sampling` and `DecodeState` apply themselves, to draft and target alike
-    MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
-)  # fmt: skip
-OTHERS = (  # settings that transformers' own processors implement; they run on the target's rows
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "typical_p",
-    "epsilon_cutoff", "eta_cutoff", "top_h", "remove_invalid_values", "renormalize_logits",
-)  # fmt: skip
+# what `Sampling` and `DecodeState` apply themselves, to draft and target alike: the processor's value, the setting's
+OURS = {
+    MinLengthLogitsProcessor: ("min_length", "min_length"),
+    MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+    RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+}
+# these run behind the temperature, in between `Sampling`'s own filters
+WARPERS = (EpsilonLogitsWarper, EtaLogitsWarper, TopHLogitsWarper, TypicalLogitsWarper)
+REFUSED = {
+    "num_beams": "beam search keeps several sequences, verification one",
+    "num_return_sequences": "call generate with several seeds",
+    "guidance_scale": "it runs a second model",
+    "watermarking_config": "it is not applied to drafts",
+    "penalty_alpha": "contrastive search is another decoding method",
+    "dola_layers": "DoLa is another decoding method",
+    "token_healing": "it rewrites the prompt",
+    "prompt_lookup_num_tokens": "use a drafter of this package",
+    "use_mtp": "use a drafter of this package",
+    "constraints": "constrained beam search keeps several sequences",
+    "force_words_ids": "constrained beam search keeps several sequences",
+}
 
 
 @dataclass(frozen=True)
@@ -69,87 +87,129 @@ class DecodeOptions:
         )
 
 
-def prompt_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    """The one prompt in ``input_ids`` [1, S], its left padding removed."""
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, its left padding apart: lengths of transformers' arguments count it."""
+
+    tokens: list[int]
+    padding: list[int]
+
+    @property
+    def padded_length(self) -> int:
+        return len(self.padding) + len(self.tokens)
+
+
+def read_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> Prompt:
+    """The one prompt in ``input_ids`` [1, S], its left padding set apart."""
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [batch, length], got shape {tuple(input_ids.shape)}")
     if input_ids.shape[0] != 1:
         raise NotImplementedError(f"one sequence at a time for now, got a batch of {input_ids.shape[0]}")
+    is_real = torch.ones(input_ids.shape[1], dtype=torch.bool)
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
         if input_ids.shape[1] and attention_mask[0, -1] == 0:
             raise ValueError("the prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
-        input_ids = input_ids[:, attention_mask[0].bool()]
-    if input_ids.shape[1] == 0:
+        is_real = attention_mask[0].bool().cpu()
+    row = input_ids[0].cpu()
+    if not is_real.any():
         raise ValueError("the prompt is empty; give at least one token, such as the BOS token")
-    return [int(token) for token in input_ids[0].tolist()]
+    return Prompt(row[is_real].tolist(), row[~is_real].tolist())
 
 
 def resolve_generation(
-    base: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any], prompt_length: int
+    base: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any], prompt: Prompt
 ) -> GenerationConfig:
-    """The GenerationConfig of a call: the model's own, or the given one, with ``kwargs`` on top."""
-    del prompt_length
-    generation = copy.deepcopy(base.generation_config if config is None else config)
-    if generation.eos_token_id is None and config is not None:
-        generation.eos_token_id = base.generation_config.eos_token_id
-    if kwargs.get("do_sample") is None:
-        kwargs.pop("do_sample", None)
-        if kwargs.get("temperature") is not None:
-            kwargs["do_sample"] = kwargs["temperature"] > 0
-    unknown = sorted(name for name in kwargs if not hasattr(generation, name))
+    """The GenerationConfig of a call, as transformers resolves it, with ``kwargs`` on top; ``max_length`` is set.
+
+    A temperature without do_sample decides: 0 is greedy, others sample.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    if "do_sample" not in kwargs and "temperature" in kwargs:
+        kwargs["do_sample"] = kwargs["temperature"] != 0
+    if kwargs.get("temperature") == 0:
+        kwargs["do_sample"] = bool(kwargs.pop("temperature"))
+    asked = [kwargs.get("max_length"), config and config.max_length, base.generation_config.max_length]
+    given = {**(base.generation_config if config is None else config).to_dict(), **kwargs}
+    _check(given)  # before transformers does, whose messages are of several lines
+    generation, unknown = base._prepare_generation_config(config, **kwargs)
     if unknown:
-        raise TypeError(f"generate() got unknown arguments: {', '.join(unknown)}")
-    for name, value in kwargs.items():
-        setattr(generation, name, value)
-    if (generation.num_beams or 1) > 1:
-        raise NotImplementedError("beam search is not supported: speculative decoding verifies one sequence")
-    if (generation.num_return_sequences or 1) > 1:
-        raise NotImplementedError("num_return_sequences > 1 is not supported; call generate with several seeds")
+        raise TypeError(f"generate() got unknown arguments: {', '.join(sorted(unknown))}")
+    if generation.max_new_tokens is not None:
+        generation.max_length = prompt.padded_length + generation.max_new_tokens
+    elif not any(asked):
+        generation.max_length += prompt.padded_length  # transformers' default counts new tokens
     return generation
 
 
-def sampling(generation: GenerationConfig) -> Sampling:
-    """The `Sampling` of a GenerationConfig; filters that are None are off."""
-    penalty = generation.repetition_penalty
-    penalty = 1.0 if penalty is None else penalty
-
-    def given(value: Any, default: Any) -> Any:
-        return default if value is None else value
-
-    checked = Sampling(
-        temperature=given(generation.temperature, 1.0),
-        top_k=given(generation.top_k, 0),
-        top_p=given(generation.top_p, 1.0),
-        min_p=given(generation.min_p, 0.0),
-        repetition_penalty=penalty,
-    )
-    return checked if generation.do_sample else Sampling(repetition_penalty=penalty)
+def _check(given: dict[str, Any]) -> None:
+    for name, reason in REFUSED.items():
+        if given.get(name) not in (None, False, 1):
+            raise NotImplementedError(f"{name}={given[name]!r} is not supported: {reason}")
+    if given.get("max_new_tokens") is not None and given["max_new_tokens"] < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, got {given['max_new_tokens']}")
+    _sampling(given)
 
 
-def max_length(target: Target, generation: GenerationConfig, prompt_length: int) -> int:
-    """Largest number of tokens in all; raises ValueError beyond the model's context."""
-    if generation.max_new_tokens is not None:
-        if generation.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {generation.max_new_tokens}")
-        longest = prompt_length + generation.max_new_tokens
-    else:
-        longest = generation.max_length if generation.max_length is not None else prompt_length + 20
-    if longest <= prompt_length:
-        raise ValueError(f"the prompt has {prompt_length} tokens, max_length is {longest}; raise max_new_tokens")
-    context = getattr(target.config, "max_position_embeddings", None)
+def _sampling(given: dict[str, Any]) -> Sampling:
+    """The filters in ``given``; those that are missing or None are off."""
+    names = [f.name for f in fields(Sampling)]
+    return Sampling(**{"temperature": 1.0} | {n: given[n] for n in names if given.get(n) is not None})
+
+
+def processors(
+    base: PreTrainedModel, generation: GenerationConfig, given: LogitsProcessorList | None, prompt: Prompt
+) -> LogitsProcessorList:
+    """All of transformers' processors for ``generation``, in its order, with the user's among them."""
+    config = copy.deepcopy(generation)
+    base._prepare_special_tokens(config, device=base.device)
+    return base._get_logits_processor(
+        generation_config=config, input_ids_seq_length=prompt.padded_length, encoder_input_ids=None,
+        prefix_allowed_tokens_fn=None, logits_processor=LogitsProcessorList(given or []), device=base.device,
+        model_kwargs={},
+    )  # fmt: skip
+
+
+def divide(generation: GenerationConfig, everything: LogitsProcessorList) -> tuple[Sampling, LogitsProcessorList]:
+    """Split transformers' processors into a `Sampling`, which drafts go through too, and those that run before it.
+
+    Where some would have to run in the middle of `Sampling`, all of them are left to transformers.
+    """
+    if any(isinstance(p, WARPERS) for p in everything):
+        return Sampling(temperature=1.0), everything
+    sampling = _sampling(generation.to_dict())
+    if not generation.do_sample:
+        sampling = Sampling(repetition_penalty=sampling.repetition_penalty)
+    return sampling, LogitsProcessorList(p for p in everything if not _is_ours(p, generation))
+
+
+def _is_ours(processor: Any, generation: GenerationConfig) -> bool:
+    """Whether ``processor`` stands for a setting, rather than being the user's own of the same kind."""
+    names = OURS.get(type(processor))
+    return names is not None and getattr(processor, names[0]) == getattr(generation, names[1])
+
+
+def max_length(target: Target, generation: GenerationConfig, prompt: Prompt) -> int:
+    """Largest number of tokens in all, padding apart; raises ValueError beyond the model's context."""
+    longest, length = generation.max_length - len(prompt.padding), len(prompt.tokens)
+    if longest <= length:
+        raise ValueError(
+            f"the prompt has {prompt.padded_length} tokens, max_length is {generation.max_length}; raise max_new_tokens"
+        )
+    context = target.context_length
     if context is not None and longest > context:
         raise ValueError(
-            f"{prompt_length} prompt tokens + {longest - prompt_length} new ones exceed the context of {context}; "
+            f"{length} prompt tokens + {longest - length} new ones exceed the context of {context}; "
             "shorten the prompt (--truncate) or max_new_tokens"
         )
     return int(longest)
 
 
-def min_length(generation: GenerationConfig, prompt_length: int) -> int:
-    """Number of tokens in all before which no EOS may come."""
-    return max(generation.min_length or 0, prompt_length + (generation.min_new_tokens or 0))
+def min_length(generation: GenerationConfig, prompt: Prompt) -> int:
+    """Number of tokens in all, padding apart, before which no EOS may come."""
+    least = (generation.min_length or 0) - len(prompt.padding)
+    return max(least, len(prompt.tokens) + (generation.min_new_tokens or 0))
 
 
 def eos_ids(generation: GenerationConfig) -> frozenset[int]:
@@ -158,51 +218,28 @@ def eos_ids(generation: GenerationConfig) -> frozenset[int]:
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else [int(i) for i in ids])
 
 
-def own_processors(processors: LogitsProcessorList | None) -> LogitsProcessorList:
-    """``processors`` without those that this package applies itself."""
-    return LogitsProcessorList(p for p in processors or [] if not isinstance(p, OURS))
-
-
-def processors(
-    base: PreTrainedModel, generation: GenerationConfig, given: LogitsProcessorList | None, prompt_length: int
-) -> LogitsProcessorList:
-    """The user's processors, and transformers' own for settings that `Sampling` does not cover."""
-    built = LogitsProcessorList()
-    neutral = GenerationConfig()
-    asked = {n: getattr(generation, n, None) for n in OTHERS}
-    asked = {n: v for n, v in asked.items() if v is not None and v != getattr(neutral, n, None)}
-    if asked:
-        config = GenerationConfig(**asked, do_sample=bool(generation.do_sample), eos_token_id=generation.eos_token_id)
-        base._prepare_special_tokens(config, device=base.device)
-        built = own_processors(
-            base._get_logits_processor(
-                generation_config=config, input_ids_seq_length=prompt_length, encoder_input_ids=None,
-                prefix_allowed_tokens_fn=None, logits_processor=LogitsProcessorList(), device=base.device,
-                model_kwargs={},
-            )
-        )  # fmt: skip
-    return LogitsProcessorList([*built, *(given or [])])
-
-
-def stop_rule(
-    generation: GenerationConfig,
-    given: StoppingCriteriaList | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: torch.device,
-) -> Callable[[list[int]], bool]:
-    """A function of all tokens so far that says whether stop strings, a time limit or user criteria end the text."""
-    criteria = StoppingCriteriaList(c for c in given or [] if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
+def criteria(
+    generation: GenerationConfig, given: StoppingCriteriaList | None, tokenizer: PreTrainedTokenizerBase | None
+) -> StoppingCriteriaList:
+    """Stop strings and time limit of ``generation``, and the user's criteria."""
+    found = StoppingCriteriaList(given or [])
     if generation.stop_strings:
         if tokenizer is None:
             raise ValueError("stop_strings needs the tokenizer: load with from_pretrained or pass tokenizer=")
-        criteria.append(StopStringCriteria(tokenizer, generation.stop_strings))
+        found.append(StopStringCriteria(tokenizer, generation.stop_strings))
     if generation.max_time is not None:
-        criteria.append(MaxTimeCriteria(generation.max_time))
+        found.append(MaxTimeCriteria(generation.max_time))
+    return found
+
+
+def stop_rule(found: StoppingCriteriaList, prompt: Prompt, device: torch.device) -> Callable[[list[int]], bool]:
+    """Criteria as a function of all tokens so far; every criterion is asked at every token."""
 
     def is_stopped(tokens: list[int]) -> bool:
-        if not criteria:
+        if not found:
             return False
-        ids = torch.tensor([tokens], device=device)
-        return any(bool(torch.as_tensor(c(ids, None)).all()) for c in list(criteria))
+        ids = torch.tensor([prompt.padding + tokens], device=device)
+        answers = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in found]
+        return any(answers)
 
     return is_stopped

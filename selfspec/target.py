@@ -255,6 +255,21 @@ class Target:
         return self.base.dtype
 
     @property
+    def context_length(self) -> int | None:
+        """Most tokens of a text, None where the family sets no limit; rotary tables are not grown beyond their own."""
+        longest: int | None = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        trained = rope.get("original_max_position_embeddings")
+        return int(trained) if trained and self._grows_its_tables else longest
+
+    @property
+    def _grows_its_tables(self) -> bool:
+        """Whether rotary tables depend on how long the text is."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
+        return bool(kinds & {"dynamic", "longrope"})
+
+    @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
@@ -453,17 +468,12 @@ class Target:
         """Record the layer calls for positions 0 .. num_positions - 1, if that many are not recorded yet."""
         if num_positions <= self._table_size:
             return
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
-        longest = getattr(self.config, "max_position_embeddings", None) or 0
-        trained = int(rope.get("original_max_position_embeddings") or longest)
         size = max(1024, 1 << (num_positions - 1).bit_length()) + 1  # a size that is no other dimension's
-        if kinds & {"dynamic", "longrope"}:
-            if num_positions > trained:
-                raise UnsupportedModelError(f"{self.family}: {kinds} rotary embeddings beyond {trained} positions")
-            size = trained
-        elif hasattr(self.config, "n_positions") or not rope:
-            size = min(size, getattr(self.config, "max_position_embeddings", size))
+        longest = self.context_length
+        if longest is not None and (self._grows_its_tables or not getattr(self.config, "rope_parameters", None)):
+            size = min(size, longest)  # behind it there are other tables, or none
+            if num_positions > size:
+                raise ValueError(f"{self.family}: {num_positions} positions exceed the context of {longest}")
         embeds = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device).expand(1, size, -1)
         cache, positions = DynamicCache(), torch.arange(size, device=self.device)[None]
         self._run_shell(inputs_embeds=embeds, position_ids=positions, past_key_values=cache)
@@ -483,7 +493,7 @@ class Target:
             read_end,
             tree,
         ):
-            self._prepare(max(cache.capacity, first + num_rows))
+            self._prepare(min(cache.capacity, self.context_length or cache.capacity))
             self._rows_cache = held = self._fill(first, num_rows, read_end, tree, None)
         return held
 
@@ -492,8 +502,9 @@ class Target:
     ) -> _Rows:
         """The recorded calls for rows at slots first ..: tables cut to their positions, rules made into masks."""
         depths, ancestors = _tree(parents, num_rows)
-        positions = torch.tensor([first + d for d in depths], device=self.device)
-        whole = range(first, first + num_rows) if parents is None else None
+        last = self._table_size - 1  # padding rows of exact mode may stand beyond the context
+        positions = torch.tensor([min(first + d, last) for d in depths], device=self.device)
+        whole = range(first, first + num_rows) if parents is None and first + num_rows <= self._table_size else None
         made: dict[int, Any] = {}
 
         def cut(value: Any) -> Any:
