@@ -64,6 +64,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, with and without drafting.")] = None,
     draft_len: Annotated[int | None, typer.Option(help="Largest number of drafted tokens a cycle.")] = None,
+    min_confidence: Annotated[
+        float | None, typer.Option(help="Draft no further below this chance that all drafts stand; 0 is off.")
+    ] = None,
     draft: Annotated[Draft | None, typer.Option(help="Form of drafting; off is ordinary decoding.")] = None,
     acceptance: Annotated[Acceptance, typer.Option(help="Acceptance rule when sampling.")] = Acceptance.coupled,
     exact: Annotated[
@@ -88,8 +91,8 @@ def generate(
         loaded = cli_generate.load(model, revision, _exits(exits), dtype, device, allow_base_mismatch)
         request = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-            "draft_len": draft_len, "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact,
-            "exit": exit_name,
+            "draft_len": draft_len, "min_confidence": min_confidence, "draft": draft and draft.value,
+            "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
         cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))
@@ -103,7 +106,10 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if prompt_file is not None:
-        prompt = prompt_file.read_text(encoding="utf-8")
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{prompt_file}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     elif prompt is None:
         if sys.stdin.isatty():
             raise ValueError('no prompt: selfspec generate "What is a KV cache?", --prompt-file FILE, or pipe it in')

@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from selfspec.model import EarlyExitModel
+from selfspec.model import EarlyExitModel, Stream
 from selfspec.stats import DecodeStats
 
 CONTEXT_TOKENS = 8  # printed tokens that the next one is decoded behind
@@ -53,19 +53,20 @@ def run(
     request = dict(request)
     if request["seed"] is None and request["temperature"] > 0:
         request["seed"] = int(torch.randint(0, 2**31, (1,)))  # one seed for all runs of a comparison
-    tokens, stats = _stream(model, ids, request, None if as_json else console)
+    tokens, stream = _stream(model, ids, request, None if as_json else console)
     assert model.tokenizer is not None
     text = model.tokenizer.decode(tokens, skip_special_tokens=True)
-    compared = _compare(model, ids, request, tokens, stats) if compare else None
+    compared = _compare(model, ids, request, tokens, stream.stats) if compare else None
     if as_json:
-        print(json.dumps(_report(text, tokens, stats, request, compared)))  # noqa: T201
+        report = _report(text, tokens, stream.stats, {**request, **stream.settings}, compared)
+        print(json.dumps(report))  # noqa: T201
     else:
-        _summarise(console, stats, request, compared)
+        _summarise(console, stream.stats, request, compared)
 
 
 def _stream(
     model: EarlyExitModel, ids: Tensor, request: dict[str, Any], console: Console | None
-) -> tuple[list[int], DecodeStats]:
+) -> tuple[list[int], Stream]:
     stream = model.stream(ids, **request)
     writer = Writer(model, console) if console is not None else None
     tokens: list[int] = []
@@ -76,7 +77,7 @@ def _stream(
                 writer.put(token, place < emission.num_accepted)
     if writer is not None:
         writer.close()
-    return tokens, stream.stats
+    return tokens, stream
 
 
 class Writer:
@@ -116,20 +117,30 @@ class Writer:
 def _compare(
     model: EarlyExitModel, ids: Tensor, request: dict[str, Any], tokens: list[int], stats: DecodeStats
 ) -> dict[str, Any]:
-    """Speed against ordinary decoding at width 1 (the fastest), identity against it at the same width."""
+    """Speed against ordinary decoding at width 1 (the fastest), identity against it at the same width.
+
+    ``identical`` is None where the text is not promised: `rejection` keeps the distribution, not the text.
+    """
     same_width = {**request, "draft": "off"}
-    reference, _ = _stream(model, ids, same_width, None)
-    fastest = {**same_width, "exact": False}
-    ours, plain = [stats.tokens_per_second], []
+    methods = {"drafting": request, "ar_same_width": same_width, "ar": {**same_width, "exact": False}}
+    runs: dict[str, list[DecodeStats]] = {name: [] for name in methods}
+    runs["drafting"].append(stats)
+    reference: list[int] = []
     for _ in range(COMPARE_ROUNDS):
-        plain.append(_stream(model, ids, fastest, None)[1].tokens_per_second)
-        ours.append(_stream(model, ids, request, None)[1].tokens_per_second)
-    ar, spec = statistics.median(plain), statistics.median(ours)
+        for name, options in methods.items():
+            text, stream = _stream(model, ids, options, None)
+            runs[name].append(stream.stats)
+            reference = text if name == "ar_same_width" else reference
+    speed = {name: statistics.median(s.tokens_per_second for s in held) for name, held in runs.items()}
+    is_promised = request["acceptance"] == "coupled" or request["temperature"] == 0
     return {
-        "ar_tokens_per_second": ar,
-        "tokens_per_second": spec,
-        "speedup": spec / ar if ar else 0.0,
-        "identical": tokens == reference,
+        "ar_tokens_per_second": speed["ar"],
+        "ar_same_width_tokens_per_second": speed["ar_same_width"],
+        "tokens_per_second": speed["drafting"],
+        "seconds": statistics.median(s.seconds for s in runs["drafting"]),
+        "ar_seconds": statistics.median(s.seconds for s in runs["ar"]),
+        "speedup": speed["drafting"] / speed["ar"] if speed["ar"] else 0.0,
+        "identical": tokens == reference if is_promised else None,
     }
 
 
@@ -157,9 +168,12 @@ def _summarise(console: Console, stats: DecodeStats, request: dict[str, Any], co
         line += f", seed {request['seed']}"
     console.print(f"[{line}]", markup=False)
     if compared is not None:
+        identical = "not promised by rejection" if compared["identical"] is None else str(compared["identical"]).lower()
         console.print(
-            f"with drafting {compared['tokens_per_second']:.1f} tok/s, "
-            f"without {compared['ar_tokens_per_second']:.1f} tok/s, speedup {compared['speedup']:.2f}\n"
-            f"identical: {str(compared['identical']).lower()}",
+            f"with drafting {compared['tokens_per_second']:.1f} tok/s, {compared['seconds']:.2f} s; without "
+            f"{compared['ar_tokens_per_second']:.1f} tok/s, {compared['ar_seconds']:.2f} s (at the same width "
+            f"{compared['ar_same_width_tokens_per_second']:.1f} tok/s); speedup {compared['speedup']:.2f}\n"
+            f"identical: {identical}",
             markup=False,
+            soft_wrap=True,
         )

@@ -5,7 +5,6 @@ through the model; rows 0 .. K of a pass are t_0 .. t_K at positions s .. s + K.
 """
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -204,7 +203,6 @@ def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
 
 def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     """Run the prompt and emit the first token; returns it."""
-    began = time.perf_counter()
     head = drafter.exit_head
     if head is not None and head.recall_layers:
         width = target.hidden_size * len(head.recall_layers)
@@ -222,7 +220,6 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     state.tokens.append(token)
     state.stats.num_tokens += 1
     state.done = state.is_stopped(state.tokens) or token in state.eos_ids or state.num_remaining == 0
-    state.stats.prefill_seconds = time.perf_counter() - began
     return [token]
 
 
@@ -231,11 +228,9 @@ def decode(target: Target, drafter: Drafter, state: DecodeState) -> Iterator[lis
     """Decode until done; yields the tokens that each cycle emits, the prompt's pass first."""
     yield start(target, drafter, state)
     while not state.done:
-        began = time.perf_counter()
         draft = drafter.propose(state)  # layers [0, N)
         scored = score(target, state, draft, drafter.exit_head)  # layers [N, L), same cache
         verdict = judge(state, draft, scored)
         emitted = state.commit(draft, verdict, scored)  # emit, roll the cache back
         state.stats.record(draft.num_drafted, int(verdict.num_accepted[0]), len(emitted))
-        state.stats.decode_seconds += time.perf_counter() - began
         yield emitted

@@ -4,6 +4,7 @@ A drafter sees the `DecodeState` and returns a whole `Draft`, so that chains, pa
 fit alike. It may run layers [0, N) of the target over the shared cache; the verify pass takes it from there.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -35,9 +36,12 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Drafts nothing: the loop becomes ordinary autoregressive decoding."""
+    """Drafts nothing: the loop becomes ordinary autoregressive decoding. Takes any drafter's arguments."""
 
     exit_head: ExitHead | None = None
+
+    def __init__(self, *_: object) -> None:
+        pass
 
     def propose(self, state: "DecodeState") -> Draft:
         """An empty draft."""
@@ -117,4 +121,5 @@ def empty_draft(device: torch.device) -> Draft:
     return Draft(tokens=none, parents=none)
 
 
-DRAFTERS = {"chain": ChainDrafter, "off": NoDrafter}
+# by name; each is built from (target, exit_head, draft_len, min_confidence)
+DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float], Drafter]] = {"chain": ChainDrafter, "off": NoDrafter}

@@ -11,18 +11,20 @@ Shapes: B batch, R rows, D hidden, V vocabulary, V_d drafted vocabulary, n recal
 
 import copy
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.bridge import Bridge
-from selfspec.target import Head, Target, detached_clone
+from selfspec.clones import detached_clone
+from selfspec.target import Head, Target
 
 if TYPE_CHECKING:
     from selfspec.decode import DecodeState
@@ -35,7 +37,7 @@ class ExitConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    exit_layer: int = Field(ge=0, description="N: drafting runs layers [0, N)")
+    exit_layer: int  # N: drafting runs layers [0, N)
     recall_layers: tuple[int, ...] = ()  # depths whose states of earlier positions the bridge also reads
     num_steps: int = Field(default=1, ge=1)  # bridge maps, one per draft step
     draft_vocab: tuple[int, ...] | None = None  # token ids that the head scores; None: all
@@ -44,13 +46,22 @@ class ExitConfig(BaseModel):
     draft_len: int = Field(default=2, ge=0)  # k, chosen from measured costs
     min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
 
-    def check(self, num_layers: int) -> None:
-        """Raise ValueError unless the exit fits a target of ``num_layers`` layers."""
+    @field_validator("draft_vocab")
+    @classmethod
+    def _is_sorted_set(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if ids is not None and (not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids))):
+            raise ValueError("token ids must be given once each, in rising order, from 0 on")
+        return ids
+
+    def check(self, num_layers: int, vocab_size: int | None = None) -> None:
+        """Raise ValueError unless the exit fits a target of ``num_layers`` layers (and so many token ids)."""
         lowest = 0 if self.recall_layers else 1
         if not lowest <= self.exit_layer < num_layers:
             raise ValueError(f"exit layer {self.exit_layer} is not in {lowest}..{num_layers - 1}")
         if any(not self.exit_layer <= layer <= num_layers for layer in self.recall_layers):
             raise ValueError(f"recalled layers {self.recall_layers} are not in {self.exit_layer}..{num_layers}")
+        if vocab_size is not None and self.draft_vocab is not None and self.draft_vocab[-1] >= vocab_size:
+            raise ValueError(f"drafted token {self.draft_vocab[-1]} is beyond the vocabulary of {vocab_size}")
 
 
 class ExitModule(nn.Module):
@@ -93,7 +104,14 @@ def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
         modules_to_save=TRAINED_WHOLE,
     )
     adapter = get_peft_model(module, lora, autocast_adapter_dtype=False)
+    for layer in adapter.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merge = _refuse_merging
     return adapter.to(target.device)
+
+
+def _refuse_merging(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("merging an exit adapter would write into the target's own weights: it is refused")
 
 
 def unwrap(adapter: PeftModel) -> ExitModule:
@@ -133,11 +151,10 @@ class ExitHead:
         adapter: PeftModel | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        config.check(target.num_layers)
+        config.check(target.num_layers, target.vocab_size)
         self.name, self.config, self.adapter, self.metadata = name, config, adapter, metadata or {}
         ids = config.draft_vocab
         self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
-        self.num_slots = target.num_layers + 1  # cache layers needed: the target's and the borrowed block's
         norm = target.norm
         if adapter is not None:
             module = unwrap(adapter)

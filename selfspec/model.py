@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec import settings
 from selfspec.cache import KVCache
 from selfspec.decode import RULES, DecodeState, decode, exact_width
-from selfspec.drafter import DRAFTERS, ChainDrafter, Drafter, NoDrafter
+from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exits import ExitHead
 from selfspec.pretrained import DEFAULT_HUB_ID, load_target_model
 from selfspec.stats import DecodeStats
-from selfspec.storage import load_exits, save_exit
+from selfspec.storage import check_name, load_exits, save_exit
 from selfspec.target import Target
 
 SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
@@ -89,9 +90,11 @@ class EarlyExitModel:
         ``kwargs`` go to transformers. Raises ValueError or OSError, in one line, for anything that does not fit.
         """
         hf_model, tokenizer = load_target_model(model, revision, dtype, device, **kwargs)
-        if exits is None and (model is None or str(model) == DEFAULT_HUB_ID) and SHIPPED_EXITS.is_dir():
-            exits = SHIPPED_EXITS
-        return cls.from_target(hf_model, exits, tokenizer, allow_base_mismatch)
+        is_asked = model is None or str(model) == DEFAULT_HUB_ID
+        wrapped = cls.from_target(hf_model, exits, tokenizer, allow_base_mismatch)
+        if exits is None and is_asked and wrapped.target.name == DEFAULT_HUB_ID and SHIPPED_EXITS.is_dir():
+            wrapped.exits = load_exits(wrapped.target, SHIPPED_EXITS, tokenizer, allow_base_mismatch)
+        return wrapped
 
     @classmethod
     def from_target(
@@ -116,13 +119,15 @@ class EarlyExitModel:
     def default_exit(self) -> ExitHead | None:
         """The exit with the best recorded speedup; the first one where none is recorded."""
         heads = list(self.exits.values())
-        return max(heads, key=lambda h: h.metadata.get("metrics", {}).get("speedup", 0.0)) if heads else None
+        return max(heads, key=lambda h: h.metadata.get("metrics", {}).get("speedup") or 0.0) if heads else None
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the trained exits, one folder each, into ``folder``; never the base."""
         trained = [h for h in self.exits.values() if h.adapter is not None]
         if not trained:
             raise ValueError("no trained exit to save; untrained exits are rebuilt with exits=[layers]")
+        for name in self.exits:
+            check_name(name)
         for head in trained:
             save_exit(head, self.target, Path(folder) / head.name, self.tokenizer)
 
@@ -152,10 +157,11 @@ class EarlyExitModel:
 
         input_ids [1, S]. ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
         ...; a temperature > 0 samples without do_sample=True) and: ``draft`` "chain" or "off"; ``exit`` (a name) or
-        ``exit_layer``; ``draft_len``, the largest number of drafts; ``exact``, bit-exact mode (default: on in bf16 and
-        fp16); ``acceptance`` "coupled" or "rejection"; ``seed`` or ``generator``. Raises ValueError for settings out of
-        range, NotImplementedError for batches, beams and several sequences, RuntimeError when another thread is
-        generating on this model, NonFiniteLogitsError when the target's logits are NaN or infinite.
+        ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn where
+        all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
+        ``acceptance`` "coupled" or "rejection"; ``seed`` or ``generator``. Raises ValueError for settings out of
+        range, NotImplementedError for batches, beams and several sequences, RuntimeError when another generation is
+        running on this model, NonFiniteLogitsError when the target's logits are NaN or infinite.
         """
         stream = self.stream(
             input_ids, attention_mask, generation_config, logits_processor, stopping_criteria, **kwargs
@@ -236,7 +242,10 @@ class EarlyExitModel:
             return NoDrafter(), draft_len
         if head is None:
             raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
-        return ChainDrafter(self.target, head, draft_len, head.config.min_confidence), draft_len
+        stop = head.config.min_confidence if options.min_confidence is None else options.min_confidence
+        if not 0 <= stop <= 1:
+            raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
+        return DRAFTERS[kind](self.target, head, draft_len, stop), draft_len
 
     def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
         if options.exit is not None:
@@ -266,6 +275,7 @@ class EarlyExitModel:
         exit: str | None = None,
         exit_layer: int | None = None,
         draft_len: int | None = None,
+        min_confidence: float | None = None,
         exact: bool | None = None,
         acceptance: str = "coupled",
         seed: int | None = None,
@@ -276,7 +286,7 @@ class EarlyExitModel:
             raise ValueError("custom_generate belongs to another model than the one generating")
         if generation_config is None:
             raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
-        options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, exact, acceptance, seed)
+        options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed)
         prompt = settings.read_prompt(input_ids, attention_mask)
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
         stream = self._stream(prompt, generation_config, processors, criteria, options)
@@ -294,27 +304,58 @@ class EarlyExitModel:
             self._exact_checked.add(width)
 
 
-class Stream:
-    """A generation under way: iterate for `Emission`s; ``stats`` fills as it goes."""
+class Stream(Iterator[Emission]):
+    """A generation under way: iterate, once, for `Emission`s; ``stats`` fills as it goes."""
 
     def __init__(self, model: EarlyExitModel, drafter: Drafter, state: DecodeState) -> None:
         self._model, self._drafter, self._state = model, drafter, state
+        self._emissions = self._run()
 
     @property
     def stats(self) -> DecodeStats:
         return self._state.stats
 
-    def __iter__(self) -> Iterator[Emission]:
-        model, state = self._model, self._state
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides about speed and text, as it was resolved."""
+        state, drafter = self._state, self._drafter
+        head = drafter.exit_head
+        return {
+            "draft": next((n for n, kind in DRAFTERS.items() if type(drafter) is kind), type(drafter).__name__),
+            "exit": None if head is None else head.name,
+            "draft_len": getattr(drafter, "draft_len", 0),
+            "min_confidence": getattr(drafter, "min_confidence", 0.0),
+            "exact": state.cache.width is not None,
+            "acceptance": state.rule,
+            "seed": state.seed,
+            "dtype": str(self._model.target.dtype).removeprefix("torch."),
+        }
+
+    def __next__(self) -> Emission:
+        return next(self._emissions)
+
+    def close(self) -> None:
+        """End the generation here; the model is free for another one."""
+        self._emissions.close()
+
+    def _run(self) -> Generator[Emission]:
+        model, state, stats = self._model, self._state, self._state.stats
         if not model._lock.acquire(blocking=False):
-            raise RuntimeError("another thread is generating on this model; load one EarlyExitModel per thread")
+            raise RuntimeError("another generation is running on this model; end it, or load one EarlyExitModel each")
         try:
+            model.target.notice_changes()
             if state.cache.width is not None:
                 model._require_exact(state.cache.width)
-            num_accepted = 0
-            for tokens in decode(model.target, self._drafter, state):
-                accepted = state.stats.num_accepted - num_accepted
-                num_accepted = state.stats.num_accepted
+            cycles, num_accepted = decode(model.target, self._drafter, state), 0
+            began = time.perf_counter()
+            for tokens in cycles:
+                seconds = time.perf_counter() - began
+                if stats.num_cycles == 0:
+                    stats.prefill_seconds = seconds
+                else:
+                    stats.decode_seconds += seconds
+                accepted, num_accepted = stats.num_accepted - num_accepted, stats.num_accepted
                 yield Emission(tokens, min(accepted, len(tokens)))
+                began = time.perf_counter()
         finally:
             model._lock.release()

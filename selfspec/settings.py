@@ -68,6 +68,7 @@ class DecodeOptions:
     exit: str | None = None
     exit_layer: int | None = None
     draft_len: int | None = None
+    min_confidence: float | None = None
     exact: bool | None = None
     acceptance: str = "coupled"
     seed: int | None = None
@@ -133,6 +134,8 @@ def resolve_generation(
     asked = [kwargs.get("max_length"), config and config.max_length, base.generation_config.max_length]
     given = {**(base.generation_config if config is None else config).to_dict(), **kwargs}
     _check(given)  # before transformers does, whose messages are of several lines
+    if kwargs.get("do_sample") is False:  # transformers would warn of filters that have nothing to filter
+        kwargs = {n: value for n, value in kwargs.items() if n not in ("temperature", "top_k", "top_p", "min_p")}
     generation, unknown = base._prepare_generation_config(config, **kwargs)
     if unknown:
         raise TypeError(f"generate() got unknown arguments: {', '.join(sorted(unknown))}")
@@ -145,8 +148,9 @@ def resolve_generation(
 
 def _check(given: dict[str, Any]) -> None:
     for name, reason in REFUSED.items():
-        if given.get(name) not in (None, False, 1):
-            raise NotImplementedError(f"{name}={given[name]!r} is not supported: {reason}")
+        value = given.get(name)
+        if value is True or value not in (None, False, 1):
+            raise NotImplementedError(f"{name}={value!r} is not supported: {reason}")
     if given.get("max_new_tokens") is not None and given["max_new_tokens"] < 1:
         raise ValueError(f"max_new_tokens must be >= 1, got {given['max_new_tokens']}")
     _sampling(given)

@@ -7,6 +7,7 @@ NAME/README.md                                          model card
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.target import Target
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 SIDECAR, WEIGHTS = "selfspec_config.json", "adapter_model.safetensors"
@@ -34,6 +38,26 @@ SAMPLES = 64  # values of each tensor that enter the fingerprint
 
 class ExitMismatchError(ValueError):
     """An exit does not belong to this target, or its files are not what they were."""
+
+
+class _Base(BaseModel):
+    id: str
+    revision: str | None = None
+    num_layers: int
+    hidden_size: int
+    fingerprints: list[str] = Field(min_length=1)
+
+
+class _Sidecar(BaseModel):
+    """What selfspec_config.json holds."""
+
+    format_version: int
+    head: ExitConfig
+    base: _Base
+    tokenizer_sha256: str | None = None
+    training: dict[str, Any] = {}
+    metrics: dict[str, float | None] = {}
+    weights_sha256: str
 
 
 def fingerprint(base: nn.Module) -> str:
@@ -69,6 +93,7 @@ def save_exit(
     if exit_head.adapter is None:
         raise ValueError(f"exit {exit_head.name!r} is untrained: there is nothing to save")
     folder = Path(folder)
+    check_name(folder.name)
     if folder.exists() and any(folder.iterdir()) and not (folder / SIDECAR).is_file():
         raise FileExistsError(f"{folder} is not empty and holds no exit")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +171,15 @@ def load_exits(
     folders = [folder] if (folder / SIDECAR).is_file() else sorted(p.parent for p in folder.glob(f"*/{SIDECAR}"))
     if not folders:
         raise FileNotFoundError(f"{source}: no exit found (a folder with {SIDECAR}, or a folder of such folders)")
+    folders = [f.resolve() for f in folders]
     return {f.name: load_exit(target, f, tokenizer, allow_base_mismatch) for f in folders}
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it may name an exit; raises ValueError otherwise."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"exit name {name!r}: only letters, digits, '.', '_' and '-'")
+    return name
 
 
 def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
@@ -170,8 +203,7 @@ def load_exit(
     allow_base_mismatch: bool = False,
 ) -> ExitHead:
     """One exit from its folder; see `load_exits`."""
-    if not NAME.fullmatch(folder.name):
-        raise ValueError(f"exit name {folder.name!r}: only letters, digits, '.', '_' and '-'")
+    check_name(folder.name)
     sidecar = _read_sidecar(folder)
     config = ExitConfig(**sidecar["head"])
     base = sidecar["base"]
@@ -181,6 +213,10 @@ def load_exit(
             f"not for {target.name} "
             f"({target.num_layers} layers, hidden {target.hidden_size})"
         )
+    try:
+        config.check(target.num_layers, target.vocab_size)
+    except ValueError as error:
+        raise ExitMismatchError(f"{folder / SIDECAR}: {error}") from error
     if not allow_base_mismatch:
         _check_base(target, folder, sidecar, tokenizer)
     state = _read_weights(folder, sidecar)
@@ -201,17 +237,20 @@ def _read_sidecar(folder: Path) -> dict[str, Any]:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
         if sidecar["format_version"] != FORMAT_VERSION:
             raise ExitMismatchError(f"{path}: format {sidecar['format_version']}, this version reads {FORMAT_VERSION}")
-        ExitConfig(**sidecar["head"])
-        sidecar["base"]["fingerprints"], sidecar["weights_sha256"]
+        sidecar = _Sidecar(**sidecar).model_dump(mode="json")
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (KeyError, TypeError, json.JSONDecodeError, ValidationError, UnicodeDecodeError) as error:
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ExitMismatchError(f"{path}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ExitMismatchError(
             f"{path}: not a valid exit ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
-    if adapter.get("r") != sidecar["head"]["lora_rank"]:
-        raise ExitMismatchError(
-            f"{folder}: adapter_config.json has rank {adapter.get('r')}, the sidecar {sidecar['head']['lora_rank']}"
-        )
+    for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
+        if adapter.get(key) != sidecar["head"][name]:
+            raise ExitMismatchError(
+                f"{folder}: adapter_config.json has {key} {adapter.get(key)}, the sidecar {sidecar['head'][name]}"
+            )
     return dict(sidecar)
 
 
@@ -231,7 +270,9 @@ def _check_base(
 ) -> None:
     remedy = "pass allow_base_mismatch=True (--allow-base-mismatch) to use it all the same"
     found = fingerprint(target.base)
-    if found not in sidecar["base"]["fingerprints"]:
+    if found not in sidecar["base"]["fingerprints"] and sidecar["base"]["id"] == target.name == DEFAULT_HUB_ID:
+        logger.warning("%s was trained on another copy of %s; the text stays lossless", folder.name, target.name)
+    elif found not in sidecar["base"]["fingerprints"]:
         raise ExitMismatchError(
             f"{folder}: trained for other weights than these (base {sidecar['base']['id']}, fingerprint "
             f"{sidecar['base']['fingerprints'][0][:12]}, found {found[:12]}); {remedy}"

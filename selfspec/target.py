@@ -21,6 +21,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from selfspec.cache import KVCache
+from selfspec.clones import DispatchedLinear, bare_clone, shallow_clone, with_dispatched_linears
 from selfspec.kernels import dispatch
 
 ATTENTION = "selfspec"
@@ -90,63 +91,6 @@ class _Recorder(nn.Module):
         return hidden if self.replacement is None else self.replacement
 
 
-def shallow_clone(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A second module object over the same parameters, children and hooks; its child table is its own."""
-    clone = copy.copy(module)
-    clone.__dict__["_modules"] = dict(module._modules)
-    clone.__dict__.update(attributes)
-    return clone
-
-
-def detached_clone(module: nn.Module) -> nn.Module:
-    """A whole tree of `shallow_clone`s over the same storage, with hook tables and parameter objects of its own.
-
-    So what PEFT does to a clone (gradient flags, wrappers) does not show on the original.
-    """
-    clone = shallow_clone(module)
-    for name in [n for n in clone.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
-        if clone.__dict__[name] is not None:
-            clone.__dict__[name] = type(clone.__dict__[name])()
-    clone.__dict__["_parameters"] = {n: _same_storage(p) for n, p in module._parameters.items()}
-    clone.__dict__["_buffers"] = dict(module._buffers)
-    for name, child in module._modules.items():
-        if child is not None:
-            clone._modules[name] = detached_clone(child)
-    return clone
-
-
-class DispatchedLinear(nn.Linear):
-    """A linear layer that goes through `kernels.dispatch`; made only by `with_dispatched_linears`."""
-
-    _packed: Tensor | None = None
-    _packed_of: tuple[int, int] | None = None  # which memory, and which version of it, was packed
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not dispatch.profits_from_packing(input, self.weight):
-            return dispatch.linear(input, self.weight, self.bias)
-        source = (self.weight.data_ptr(), self.weight._version)
-        if self._packed is None or self._packed_of != source:
-            self.__dict__["_packed"], self._packed_of = dispatch.pack(self.weight), source
-        return dispatch.linear(input, self.weight, self.bias, self._packed)
-
-
-def with_dispatched_linears(module: nn.Module) -> nn.Module:
-    """A `shallow_clone` of ``module``, and of what lies in it, whose plain linear layers go through the kernels."""
-    clone = shallow_clone(module)
-    if type(module) is nn.Linear:
-        clone.__class__ = DispatchedLinear
-    for name, child in module._modules.items():
-        if child is not None:
-            clone._modules[name] = with_dispatched_linears(child)
-    return clone
-
-
-def _same_storage(parameter: nn.Parameter | None) -> nn.Parameter | None:
-    if type(parameter) is not nn.Parameter:  # quantised ones carry more than their data
-        return parameter
-    return nn.Parameter(parameter.detach(), requires_grad=False)
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Where the rows of one pass stand: arguments for each kind of layer call."""
@@ -208,6 +152,23 @@ class Target:
         self.base = base
         self.config = base.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
+        dispatch.implementation(self.device)  # names a wrong choice of kernels now, not in the middle of a text
+        self._table: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._table_size = 0
+        self._rows_cache: _Rows | None = None
+        self.is_plain_embed = self.is_plain_head = False
+        try:
+            self._take_apart(check)
+        except UnsupportedModelError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UnsupportedModelError(
+                f"{self.family}: its layers cannot be run one by one ({type(error).__name__}: {reason})"
+            ) from error
+
+    def _take_apart(self, check: bool) -> None:
+        base = self.base
         self._path, stack = self._find_layers()
         self.output: Any = base.get_output_embeddings()
         decoder = base.get_submodule(".".join(self._path[:-1]))
@@ -222,10 +183,6 @@ class Target:
             layer if hasattr(layer, "_hf_hook") else self._with_private_config(layer) for layer in stack
         ]
         self._shell, self._recorders = self._make_shell(self.norm, self.output)
-        self._table: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._table_size = 0
-        self._rows_cache: _Rows | None = None
-        self.is_plain_embed = self.is_plain_head = False
         with torch.no_grad():
             self._plain_head = Head(self, is_dispatched=False)  # what proofs to the last bit compare with
             self._prove_shortcuts()
@@ -277,6 +234,12 @@ class Target:
     def vocab_size(self) -> int:
         """Width V of the logits, padding of the vocabulary included."""
         return int(self.output.weight.shape[0])
+
+    def notice_changes(self) -> None:
+        """Forget copies of weights that were edited since they were made; called where a text begins."""
+        for module in (m for part in (*self.layers, self.head.output) for m in part.modules()):
+            if isinstance(module, DispatchedLinear):
+                module.forget_if_changed()
 
     # ---- the three primitives ------------------------------------------------------------------------------------
 
@@ -445,13 +408,13 @@ class Target:
     def _make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
         """A clone of the whole model whose layers are recorders and whose norm and output are the given ones."""
         recorders = [_Recorder(layer) for layer in self.base.get_submodule(".".join(self._path))]
-        shell = _bare_clone(self.base, self._private_config)
+        shell = bare_clone(self.base, self._private_config)
         for name, child in self.base._modules.items():
             if child is self.output:
                 shell._modules[name] = output
         parent: Any = shell
         for name in self._path[:-1]:
-            parent._modules[name] = _bare_clone(parent._modules[name], self._private_config)
+            parent._modules[name] = bare_clone(parent._modules[name], self._private_config)
             parent = parent._modules[name]
         parent._modules[self._path[-1]] = nn.ModuleList(recorders)
         parent._modules[self._norm_name] = norm
@@ -547,13 +510,6 @@ def _call(layer: nn.Module, hidden: Tensor, call: tuple[tuple[Any, ...], dict[st
     kwargs = {k: cache if v is _CACHE else v for k, v in call[1].items()}
     output = layer(hidden, *args, **kwargs)
     return output[0] if isinstance(output, tuple) else output
-
-
-def _bare_clone(module: Any, config: Any) -> nn.Module:
-    clone = shallow_clone(module, config=config)
-    for name in [n for n in clone.__dict__ if n.endswith("_hooks")]:
-        clone.__dict__[name] = type(clone.__dict__[name])() if clone.__dict__[name] is not None else None
-    return clone
 
 
 def _tree(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Tensor | None]:

@@ -11,9 +11,11 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from selfspec import EarlyExitModel
+from selfspec import EarlyExitModel, cli
 from selfspec.cli import app
 from selfspec.cli_generate import Writer
+from selfspec.decode import RULES
+from selfspec.drafter import DRAFTERS
 from selfspec.pretrained import default_model_path
 from tests.conftest import build_model
 
@@ -82,6 +84,10 @@ def test_plain_output_has_no_colour_when_piped_and_ends_with_the_figures(checkpo
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["hi", "--prompt-file", "nowhere.txt"], "not both"),
         (["hi", "--exits", "not/a/place"], "neither a folder nor a hub id"),
+        (["hi", "--exits", "-1"], "exit layer -1 is not in 1..5"),
+        (["hi", "--device", "abacus"], "device 'abacus' cannot be used"),
+        (["hi", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+        (["hi", "--min-confidence", "2"], "min_confidence must be in [0, 1]"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message):
@@ -109,6 +115,41 @@ def test_characters_split_over_tokens_are_printed_whole(checkpoint, capsys):
     assert sum(map(bool, shown)) > 10
 
 
+def test_a_prompt_that_is_not_text_is_named(checkpoint, tmp_path):
+    (tmp_path / "prompt.bin").write_bytes(b"caf\xe9")
+    run = generate(checkpoint, "--prompt-file", str(tmp_path / "prompt.bin"))
+    assert run.exit_code == 2
+    assert "prompt.bin: not UTF-8 text" in run.stderr
+
+
+def test_rejection_does_not_promise_the_text(checkpoint):
+    """Sampled under `rejection`, identity is neither true nor false; greedy it is promised again."""
+    asked = ("hi", "--max-new-tokens", "6", "--compare", "--acceptance", "rejection")
+    sampled = generate(checkpoint, *asked, "--temperature", "1", "--json")
+    assert json.loads(sampled.stdout)["compare"]["identical"] is None
+    assert "identical: not promised by rejection" in generate(checkpoint, *asked, "--temperature", "1").stdout
+    assert json.loads(generate(checkpoint, *asked, "--json").stdout)["compare"]["identical"] is True
+
+
+def test_settings_in_the_report_are_those_that_ran(checkpoint):
+    report = json.loads(generate(checkpoint, "hi", "--max-new-tokens", "4", "--json").stdout)
+    found = report["settings"]
+    assert (found["draft"], found["exit"], found["draft_len"], found["exact"]) == ("chain", "layer-2", 2, False)
+    assert found["dtype"] == "float32"
+    assert isinstance(found["seed"], int)
+
+
+def test_the_choices_are_those_of_the_library():
+    assert [d.value for d in cli.Draft] == list(DRAFTERS)
+    assert [a.value for a in cli.Acceptance] == list(RULES)
+
+
+def test_kernels_that_do_not_exist_are_refused_at_once(checkpoint):
+    run = generate(checkpoint, "hi", SELFSPEC_KERNELS="bogus")
+    assert run.exit_code == 2
+    assert "SELFSPEC_KERNELS='bogus'" in run.stderr
+
+
 def test_truncate_cuts_the_start_of_a_long_prompt(checkpoint):
     run = generate(checkpoint, "--truncate", "--max-new-tokens", "8", "--json", stdin="word " * 300)
     assert run.exit_code == 0, run.stderr
@@ -129,6 +170,10 @@ def test_a_typo_in_a_training_setting_says_what_was_meant(tmp_path):
     assert run.exit_code == 2
     assert "exit_layer" in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+    run = selfspec("train-exits", "--config", "tiny", "recall_layers=[1,2", f"output={tmp_path / 'run'}")
+    assert run.exit_code == 2
+    assert "'recall_layers=[1,2': not valid YAML" in run.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_installed_program_leaves_no_traceback(checkpoint):

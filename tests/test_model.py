@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -17,8 +19,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import EarlyExitModel
+from selfspec.drafter import DRAFTERS, ChainDrafter
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.storage import fingerprint
+from selfspec.target import UnsupportedModelError
 from tests.conftest import build_model, prompt_of
 
 PROMPT = torch.tensor([prompt_of(12)])
@@ -223,7 +227,7 @@ def test_without_exits_the_model_decodes_plainly_and_says_what_drafting_needs():
 
 @pytest.mark.parametrize("layer", [-1, 0, 6, 31])
 def test_untrained_exits_out_of_range_are_refused(layer):
-    with pytest.raises(ValueError, match=rf"exit layer {layer} is not in 1\.\.5|greater than or equal to 0"):
+    with pytest.raises(ValueError, match=rf"exit layer {layer} is not in 1\.\.5"):
         EarlyExitModel.from_target(build_model("llama"), [layer])
 
 
@@ -243,10 +247,84 @@ def test_ids_that_only_pad_the_vocabulary_are_never_drafted():
     assert out.stats.num_drafted > 0
 
 
-def test_encoder_decoders_and_linear_attention_are_refused_by_name():
+def test_encoder_decoders_are_refused_by_name():
     config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
     with pytest.raises(NotImplementedError, match="t5"):
         EarlyExitModel.from_target(T5ForConditionalGeneration(config).eval())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+        ("qwen3_next", {
+            "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+        }),
+    ],
+)  # fmt: skip
+def test_families_that_cannot_be_split_are_refused_by_name(family, settings):
+    """ALiBi, state spaces, linear attention: one line with the family's name, whatever went wrong inside."""
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32).eval()
+    with pytest.raises(UnsupportedModelError, match=family) as caught:
+        EarlyExitModel.from_target(base, [1])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_text_may_fill_the_context_to_the_last_token(family, exact):
+    """Learned positions end there; the padding rows of exact mode stand beyond it and must not matter."""
+    full = EarlyExitModel.from_target(build_model(family), [4])
+    out = full.generate(PROMPT, max_new_tokens=244, exact=exact)
+    assert out.sequences.shape == (1, 256)
+    assert out.stats.num_drafted > 0
+    plain = full.generate(PROMPT, max_new_tokens=244, exact=exact, draft="off")
+    assert torch.equal(out.sequences, plain.sequences)
+
+
+def test_weights_edited_between_texts_are_noticed():
+    """PEFT merges adapters through .data, which no version counter sees; packed copies of the weights must not stay."""
+    model = EarlyExitModel.from_target(build_model("llama"), [4])
+    model.generate(PROMPT, max_new_tokens=8)
+    for layer in model.base.model.layers:
+        layer.mlp.up_proj.weight.data += 0.2 * torch.randn(48, 1) * torch.randn(1, 32)
+    assert model.generate(PROMPT, max_new_tokens=24).sequences[0].tolist() == transformers_text(model)
+
+
+def test_a_stream_is_read_once(model):
+    stream = model.stream(PROMPT, max_new_tokens=8)
+    assert sum(len(emission.tokens) for emission in stream) == 8
+    assert list(stream) == []
+    held = model.stream(PROMPT, max_new_tokens=8)
+    next(held)
+    with pytest.raises(RuntimeError, match="another generation is running"):
+        model.generate(PROMPT, max_new_tokens=4)
+    held.close()
+    assert list(held) == []
+
+
+def test_a_new_drafter_needs_its_name_in_the_registry_alone(model, monkeypatch):
+    class Mine(ChainDrafter):
+        pass
+
+    monkeypatch.setitem(DRAFTERS, "mine", Mine)
+    stream = model.stream(PROMPT, max_new_tokens=8, draft="mine")
+    assert stream.settings["draft"] == "mine"
+    tokens = [token for emission in stream for token in emission.tokens]
+    assert tokens == transformers_text(model)[12:20]
+
+
+def test_a_confidence_that_nothing_reaches_stops_every_draft(model):
+    """Untrained exits claim 1; a trained one that claims less than asked drafts nothing, and the text is the same."""
+    out = model.generate(PROMPT, max_new_tokens=8, min_confidence=1.0)
+    assert out.stats.num_drafted > 0
+    with pytest.raises(ValueError, match=r"min_confidence must be in \[0, 1\], got 1.5"):
+        model.generate(PROMPT, max_new_tokens=8, min_confidence=1.5)
 
 
 def test_logits_that_are_not_finite_raise_with_their_position(model):
@@ -281,6 +359,6 @@ def test_a_second_thread_is_refused(model):
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert "another thread is generating" in str(caught[0])
+    assert "another generation is running on this model" in str(caught[0])
     stream.close()
     assert model.generate(PROMPT, max_new_tokens=4).stats.num_tokens == 4

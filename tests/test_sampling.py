@@ -183,3 +183,14 @@ def test_draw_follows_p(settings: dict[str, Any]) -> None:
     counts = torch.bincount(draw(probs.expand(40_000, -1), noise), minlength=12)
     assert chi_square(counts, probs[0]) > CHI_SQUARE_LEVEL
     assert chi_square(counts, probs[0].roll(1)) < CHI_SQUARE_LEVEL  # the test can fail
+
+
+def test_noise_is_never_one_and_a_draw_never_impossible():
+    """u = 1 would make 0 / -log u undefined and draw a token of no probability; 50 million numbers hold no such u."""
+    ids = torch.arange(49_152)
+    for begin in range(0, 1000, 100):
+        noise = uniform(3, TARGET_STREAM, range(begin, begin + 100), ids)
+        assert noise.min() > 0
+        assert noise.max() < 1
+    probs = torch.zeros(100, len(ids)).index_fill_(1, torch.tensor([7]), 1.0)
+    assert (draw(probs, noise) == 7).all()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from selfspec import EarlyExitModel
 from selfspec.drafter import ChainDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.storage import SIDECAR, WEIGHTS, ExitMismatchError, fingerprint, load_exits, save_exit
 from selfspec.target import Target
 from tests.conftest import build_model, generate, prompt_of, target_of
@@ -103,7 +104,7 @@ def test_other_shapes_are_refused_naming_both(folder):
 def test_metadata_that_disagrees_with_the_adapter_is_refused(folder):
     head = json.loads((folder / SIDECAR).read_text())["head"]
     edit(folder, head={**head, "lora_rank": 8})
-    with pytest.raises(ExitMismatchError, match=r"rank 4, the sidecar 8"):
+    with pytest.raises(ExitMismatchError, match=r"has r 4, the sidecar 8"):
         load_exits(target_of("llama"), folder)
     edit(folder, head={**head, "recall_layers": [2, 6]})
     with pytest.raises(ExitMismatchError, match="missing or misshapen"):
@@ -208,3 +209,79 @@ def test_saving_that_fails_leaves_the_old_exit(folder, monkeypatch):
         save_exit(trained_exit(target), target, folder)
     assert [p.name for p in folder.parent.iterdir()] == ["small"]
     assert load_exits(target, folder)["small"].name == "small"
+
+
+@pytest.mark.parametrize("call", ["merge_adapter", "merge_and_unload"])
+def test_merging_is_refused_and_writes_nothing(folder, call):
+    """LoRA lies on the target's own weights: merging would change the target."""
+    target = Target(build_model("llama"))
+    adapter = load_exits(target, folder, allow_base_mismatch=True)["small"].adapter
+    before = base_sum(target)
+    with pytest.raises(NotImplementedError, match="refused"):
+        getattr(adapter, call)()
+    assert base_sum(target) == before
+
+
+def base_sum(target: Target) -> list[float]:
+    return [p.double().sum().item() for p in target.base.parameters()]
+
+
+@pytest.mark.parametrize("name", ["../evil", "a name", "..", ".hidden", "a/b"])
+def test_names_that_are_no_names_are_refused_before_anything_is_written(tmp_path, name):
+    target = target_of("llama")
+    model = EarlyExitModel(target, {name: trained_exit(target, name)})
+    with pytest.raises(ValueError, match="exit name"):
+        model.save_pretrained(tmp_path / "out")
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_an_exit_loads_from_inside_its_own_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert list(load_exits(target_of("llama"), ".")) == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": None}, "metrics: "),
+        ({"base": {"id": "x", "hidden_size": 32, "fingerprints": ["0"]}}, "base.num_layers: "),
+        ({"base": {"id": "x", "hidden_size": 32, "num_layers": 6, "fingerprints": []}}, "base.fingerprints: "),
+        ({"head": {**CONFIG.model_dump(), "draft_vocab": [5, 5]}}, "head.draft_vocab: .*once each"),
+        ({"head": {**CONFIG.model_dump(), "draft_vocab": [-1, 5]}}, "head.draft_vocab: .*from 0 on"),
+        ({"head": {**CONFIG.model_dump(), "draft_vocab": [5, 500]}}, "token 500 is beyond the vocabulary of 97"),
+        ({"head": {**CONFIG.model_dump(), "lora_alpha": 800}}, "lora_alpha 8, the sidecar 800"),
+    ],
+)
+def test_a_damaged_sidecar_is_one_line_that_names_the_entry(folder, change, message):
+    edit(folder, **change)
+    with pytest.raises(ExitMismatchError, match=message) as caught:
+        load_exits(target_of("llama"), folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    """Row 5: ids would mean other tokens."""
+
+    class Tokenizer:
+        def __init__(self, size: int) -> None:
+            self.vocab = {f"t{i}": i for i in range(size)}
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocab
+
+    target = target_of("llama")
+    folder = save_exit(trained_exit(target), target, tmp_path / "small", Tokenizer(97))
+    assert load_exits(target, folder, Tokenizer(97))
+    with pytest.raises(ExitMismatchError, match="another tokenizer"):
+        load_exits(target, folder, Tokenizer(96))
+
+
+def test_another_copy_of_the_default_model_is_taken_with_a_notice(folder, monkeypatch, caplog):
+    """Hub weights and those of the GGUF file have different fingerprints; the text is lossless with either."""
+    sidecar = json.loads((folder / SIDECAR).read_text())
+    edit(folder, base={**sidecar["base"], "id": DEFAULT_HUB_ID, "fingerprints": ["0"]})
+    with pytest.raises(ExitMismatchError, match="other weights"):
+        load_exits(target_of("llama"), folder)
+    monkeypatch.setattr(Target, "name", DEFAULT_HUB_ID)
+    assert load_exits(target_of("llama"), folder)
+    assert "another copy of" in caplog.text

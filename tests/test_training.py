@@ -17,7 +17,7 @@ from selfspec.training.config import TrainConfig, config_names, load_train_confi
 from selfspec.training.data import Row
 from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
-from selfspec.training.run import claim, halve, split, train_on_rows
+from selfspec.training.run import claim, halve, record, split, train_on_rows
 from selfspec.training.states import collect, draw_steps, fit_ridge
 from selfspec.training.trainer import ExitTrainer, Student, fit_logistic, score_rows
 
@@ -98,7 +98,7 @@ def test_decoding_computes_the_training_graph(family: str) -> None:
             return (ids[position] + (position in is_wrong)) % VOCAB
 
     state = DecodeState(
-        tokens=list(prompt), cache=KVCache(head.num_slots, 64), max_length=30,
+        tokens=list(prompt), cache=KVCache(target.num_layers + 1, 64), max_length=30,
         vocab_size=target.vocab_size, device=target.device, seed=0,
     )  # fmt: skip
     list(decode(target, Scripted(target, head, 3), state))
@@ -265,6 +265,8 @@ def test_confidence_finds_a_signal_that_is_there() -> None:
 def test_a_folder_with_other_content_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path / "run")
     claim(config)
+    assert not (tmp_path / "run").exists()
+    record(config, tmp_path / "run")
     claim(settings(tmp_path / "run", epochs=9))
     with pytest.raises(FileExistsError, match="lora_rank"):
         claim(settings(tmp_path / "run", lora_rank=5))

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from selfspec.exits import ExitConfig
+from selfspec.storage import NAME
 
 
 class DataConfig(BaseModel):
@@ -32,7 +33,7 @@ class TrainConfig(BaseModel):
 
     model: str | None = None  # hub id or folder; None: the default model
     revision: str | None = None
-    exit: str = "exit"
+    exit: str = Field(default="exit", pattern=f"^{NAME.pattern}$")  # its name, and its folder's
     exit_layer: int = Field(default=1, ge=0)
     recall_layers: tuple[int, ...] | None = None  # None: a third, two thirds and all of the layers
     num_steps: int = Field(default=3, ge=1)
@@ -89,7 +90,7 @@ def load_train_config(source: str | os.PathLike[str] | None = None, overrides: l
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise ValueError(f"override {override!r}: {parent} is no group of settings")
-        place[last] = _number(yaml.safe_load(text))
+        place[last] = _number(_parse(text, f"override {override!r}"))
     try:
         return TrainConfig(**values)
     except ValidationError as error:
@@ -112,10 +113,17 @@ def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         names = ", ".join(config_names())
         raise FileNotFoundError(f"no training config {str(source)!r}: pass a file or one of {names}")
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values = _parse(path.read_text(encoding="utf-8"), str(source)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{source}: expected settings, got {type(values).__name__}")
     return values
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
 
 
 def _number(value: Any) -> Any:

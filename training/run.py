@@ -53,6 +53,7 @@ def train_exits(config: TrainConfig) -> Path:
     model, tokenizer = load_target_model(config.model, config.revision, dtype="float32")
     target = Target(model)
     config.exit_config(target.num_layers, None).check(target.num_layers)
+    record(config, folder)
     rows = load_rows(config, target, tokenizer, folder)
     saved = folder / config.exit
 
@@ -68,7 +69,7 @@ def train_on_rows(
 ) -> TrainedExit:
     """The run after the data. ``num_tokens`` is the tokenizer's size, ``write(head, metrics, training)`` saves."""
     train_rows, held_rows = split(rows, config)
-    vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens)
+    vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens, target.vocab_size)
     exit_config = config.exit_config(target.num_layers, vocab)
     label, kept = fingerprint(target.base), Path(config.states or folder / "states")
     held_out = collect_cached(target, exit_config, held_rows, kept, label)
@@ -93,8 +94,8 @@ def train_on_rows(
         if write is not None:
             write(build_head(target, config, exit_config, adapter), metrics, summary)
 
-    keeper = KeepBest(student, choosing, config, save)
-    keeper.measure(0)
+    keeper = KeepBest(student, choosing, config, folder, save)
+    keeper.begin()
     closed_form = evaluate(student, judging, config)
     summary["closed_form"] = closed_form.flat()
     if config.max_steps != 0:
@@ -215,7 +216,7 @@ def coverage(rows: Sequence[Row], vocab: tuple[int, ...] | None) -> float:
 
 
 def claim(config: TrainConfig) -> Path:
-    """Make the run's folder, or go on with one of the same settings; how long to train may differ."""
+    """Check that the run's folder is new, or holds a run of the same settings; how long to train may differ."""
     folder, settings = Path(config.output), config.model_dump(mode="json")
     path = folder / RUN_FILE
     if folder.exists() and any(p.name not in ("data", "states") for p in folder.iterdir()):
@@ -226,8 +227,12 @@ def claim(config: TrainConfig) -> Path:
         changed = sorted(k for k in settings if k not in length and old.get(k) != settings[k])
         if changed:
             raise FileExistsError(f"{folder} holds a run with other {', '.join(changed)}; choose another output")
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
-    os.replace(temporary, path)
     return folder
+
+
+def record(config: TrainConfig, folder: Path) -> None:
+    """Make the run's folder and write its settings there; from now on it belongs to this run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{RUN_FILE}.tmp"
+    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    os.replace(temporary, folder / RUN_FILE)

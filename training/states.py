@@ -57,10 +57,13 @@ class Batch:
     argmaxes: Tensor  # [A]
 
 
-def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int) -> tuple[int, ...] | None:
-    """The ``size`` most frequent tokens of the rows, sorted; ids of the tokenizer (< ``num_tokens``) only."""
+def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_size: int) -> tuple[int, ...] | None:
+    """The ``size`` most frequent tokens of the rows, sorted; ids of the tokenizer (< ``num_tokens``) only.
+
+    None where all of the target's ``vocab_size`` ids are wanted and are tokens.
+    """
     if size is None or size >= num_tokens:
-        return None
+        return None if num_tokens >= vocab_size else tuple(range(num_tokens))
     counts: Counter[int] = Counter()
     for row in rows:
         counts.update(row.ids[1:].tolist())

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -33,7 +35,7 @@ from selfspec.training.states import (
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "trained_state.safetensors"
+STATE_FILE, BEST_FILE = "trained_state.safetensors", "best_state.safetensors"
 CONFIDENCE_TOKENS = 20_000  # training tokens that the confidence is fitted on
 
 
@@ -218,27 +220,48 @@ class ExitTrainer(Trainer):
 
 
 class KeepBest(TrainerCallback):
-    """Measures the held-out rows every few minutes, keeps the best state, stops at the time limit."""
+    """Measures the held-out rows every few minutes, keeps the best state, stops at the time limit.
+
+    The best state lies in the run's folder too, so that a run that goes on does not fall behind what it had.
+    """
 
     def __init__(
-        self, student: Student, held_out: Sequence[RowStates], config: TrainConfig, write: Callable[[Metrics], None]
+        self,
+        student: Student,
+        held_out: Sequence[RowStates],
+        config: TrainConfig,
+        folder: Path,
+        write: Callable[[Metrics], None],
     ) -> None:
         self.student, self.held_out, self.config, self.write = student, held_out, config, write
-        self.best: Metrics | None = None
+        self.path = folder / BEST_FILE
+        self.best_tau = 0.0
         self.best_state: dict[str, Tensor] = {}
         self.began = self.last = time.monotonic()
         self.trainer: ExitTrainer | None = None
 
-    def measure(self, step: int) -> Metrics:
+    def begin(self) -> None:
+        """Take up the best state of an interrupted run, or measure the closed-form start."""
+        if not self.path.is_file():
+            self.measure(0)
+            return
+        with safe_open(self.path, "pt") as file:
+            self.best_tau = float(file.metadata()["tau"])
+            self.best_state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+    def measure(self, step: int) -> None:
         """Evaluate now; keep and write the state if it is the best one so far."""
         metrics = evaluate(self.student, self.held_out, self.config)
         logger.info("step %d: held-out %s", step, metrics.flat())
         if self.trainer is not None:
             self.trainer.log({f"eval_{k}": v for k, v in metrics.flat().items()})
-        if self.best is None or metrics.tau[-1] > self.best.tau[-1]:
-            self.best, self.best_state = metrics, self.student.trained_state()
+        if metrics.tau[-1] > self.best_tau:
+            self.best_tau, self.best_state = metrics.tau[-1], self.student.trained_state()
+            temporary = self.path.with_suffix(".tmp")
+            state = {name: value.contiguous().cpu() for name, value in self.best_state.items()}
+            save_file(state, temporary, metadata={"tau": str(self.best_tau)})
+            os.replace(temporary, self.path)
             self.write(metrics)
-        return metrics
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Measure or stop when the clock says so."""
