@@ -18,20 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface
 
+from selfspec import proof
 from selfspec.cache import KVCache
 from selfspec.clones import DispatchedLinear, bare_clone, shallow_clone, with_dispatched_linears
 from selfspec.kernels import dispatch
+from selfspec.masks import MaskRule, row_mask, tree_shape
+from selfspec.proof import UnsupportedModelError
 
 ATTENTION = "selfspec"
 LAYER_LISTS = ("layers", "h", "blocks")
 NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-SELF_CHECK_TOKENS = 16
-
-
-class UnsupportedModelError(NotImplementedError):
-    """The family cannot be run in parts with the same result; the message names it and says why."""
 
 
 def _attention_forward(
@@ -57,17 +55,6 @@ def _mask_rule(mask_function: Callable[..., Tensor], **_: Any) -> "MaskRule":
 
 AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, _mask_rule)
-
-
-@dataclass(frozen=True, eq=False)
-class MaskRule:
-    """A family's rule of who sees whom (causal, sliding window, chunks), kept as the function it came as."""
-
-    allows: Callable[..., Tensor]
-
-    @property
-    def is_causal(self) -> bool:
-        return self.allows is causal_mask_function
 
 
 class _Recorder(nn.Module):
@@ -184,8 +171,8 @@ class Target:
         ]
         self._shell, self._recorders = self._make_shell(self.norm, self.output)
         with torch.no_grad():
-            self._plain_head = Head(self, is_dispatched=False)  # what proofs to the last bit compare with
-            self._prove_shortcuts()
+            self.plain_head = Head(self, is_dispatched=False)  # what proofs to the last bit compare with
+            self.is_plain_embed, self.is_plain_head = proof.shortcuts(self)
             self.head = Head(self)
             if check:
                 self.self_check()
@@ -234,6 +221,19 @@ class Target:
     def vocab_size(self) -> int:
         """Width V of the logits, padding of the vocabulary included."""
         return int(self.output.weight.shape[0])
+
+    def self_check(self) -> None:
+        """See `proof.check_split`; runs at set-up."""
+        proof.check_split(self)
+
+    def is_row_exact(self, width: int) -> bool:
+        """See `proof.is_row_exact`."""
+        return proof.is_row_exact(self, width)
+
+    @property
+    def base_layers(self) -> list[nn.Module]:
+        """The base's own decoder layers."""
+        return list(self.base.get_submodule(".".join(self._path)).children())
 
     def notice_changes(self) -> None:
         """Forget copies of weights that were edited since they were made; called where a text begins."""
@@ -296,98 +296,19 @@ class Target:
             hidden = pad_rows(hidden, cache.width)
         return self.head(hidden)[:, :num_rows].float()
 
-    def run_uncached(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range) -> Tensor:
-        """Run layer modules over whole sequences ``hidden`` [B, S, D] from position 0, causally, keeping nothing.
+    def run_uncached(
+        self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, mask: Tensor | None = None
+    ) -> Tensor:
+        """Run layer modules over whole sequences ``hidden`` [B, S, D] from position 0, keeping nothing.
 
         ``slots`` says which layers of the target they are called like (mask, rotary table); beyond the last: like it.
+        ``mask`` takes the place of the family's own.
         """
         self._prepare(hidden.shape[1])
-        rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, None)
+        rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, mask)
         for module, slot in zip(modules, slots, strict=True):
             hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], None)
         return hidden
-
-    # ---- proof ---------------------------------------------------------------------------------------------------
-
-    def self_check(self) -> None:
-        """Compare split execution with whole forward passes on 16 tokens; raises UnsupportedModelError.
-
-        1. The layers one range at a time against the family's own forward, with the family's own attention and the
-           same explicit mask: equal to the last bit. 2. This package's attention against the family's: equal up to
-           rounding of the dtype.
-        """
-        generator = torch.Generator().manual_seed(0)
-        high = min(self.vocab_size, self.base.get_input_embeddings().weight.shape[0])
-        tokens = torch.randint(0, high, (1, SELF_CHECK_TOKENS), generator=generator).to(self.device)
-        whole, split = self._whole_and_split(tokens)
-        if not torch.equal(whole, split):
-            gap = (whole.float() - split.float()).abs().max().item()
-            raise UnsupportedModelError(
-                f"{self.family}: its layers run in parts differ from its own forward (logit gap {gap:.3g}); "
-                "linear attention, shared or token-dependent layer inputs cannot be split"
-            )
-        whole = self.base(input_ids=tokens, use_cache=False).logits  # its own masks, windows and all
-        cache = KVCache(self.num_layers, SELF_CHECK_TOKENS)
-        ours = self.logits(self.run_layers(self.embed(tokens), 0, self.num_layers, cache))
-        scale = whole.float().abs().max().item() + 1.0
-        tolerance = 64 * torch.finfo(self.dtype).eps * scale
-        gap = (whole.float() - ours).abs().max().item()
-        if not gap <= tolerance:
-            raise UnsupportedModelError(
-                f"{self.family}: its attention differs from softmax attention (logit gap {gap:.3g} > {tolerance:.3g})"
-            )
-
-    @torch.no_grad()
-    def is_row_exact(self, width: int) -> bool:
-        """Whether, at a fixed row width, a row's logits depend neither on its neighbours nor on its index.
-
-        Runs ``width`` tokens behind a short prompt one at a time and in one pass, and compares with `torch.equal`.
-        False for mixture-of-experts models and some quantised kernels: then bit-exact decoding cannot be had.
-        """
-        num_prompt = 7
-        generator = torch.Generator().manual_seed(2)
-        high = min(self.vocab_size, self.base.get_input_embeddings().weight.shape[0])
-        tokens = torch.randint(0, high, (1, num_prompt + width), generator=generator).to(self.device)
-        cache = KVCache(self.num_layers, num_prompt + 2 * width, width)
-
-        def run(first: int, last: int) -> Tensor:
-            hidden = self.run_layers(self.embed(tokens[:, first:last], first), 0, self.num_layers, cache)
-            return self.logits(hidden, cache)
-
-        run(0, num_prompt)
-        single = torch.cat([run(i, i + 1) for i in range(num_prompt, num_prompt + width)], dim=1)
-        cache.rollback(num_prompt)
-        return torch.equal(single, run(num_prompt, num_prompt + width))
-
-    def _whole_and_split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the untouched model, and of its own layer modules called one by one, same mask, own attention."""
-        count = tokens.shape[1]
-        allowed = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()[None, None]
-        mask = allowed
-        if self.config._attn_implementation == "eager":
-            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=tokens.device).masked_fill(
-                ~allowed, torch.finfo(self.dtype).min
-            )
-        whole = self.base(input_ids=tokens, attention_mask=self._mask_argument(mask), use_cache=False).logits
-        hidden = self.embed(tokens)
-        self._prepare(count)
-        rows = self._fill(0, count, count, None, mask)
-        for layer, call in zip(self.base.get_submodule(".".join(self._path)), rows.calls, strict=True):
-            hidden = _call(layer, hidden, call, None)
-        return whole, self._plain_head(hidden)
-
-    def _mask_argument(self, mask: Tensor) -> Any:
-        kinds = set(getattr(self.config, "layer_types", None) or [])
-        return dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
-
-    def _prove_shortcuts(self) -> None:
-        """Skip the family's preamble for embedding and head where that is bit-equal."""
-        high = min(self.vocab_size, self.base.get_input_embeddings().weight.shape[0])
-        tokens = torch.arange(SELF_CHECK_TOKENS, device=self.device)[None] % high
-        plain, family = self.base.get_input_embeddings()(tokens), self.embed(tokens)
-        self.is_plain_embed = torch.equal(plain, family)
-        hidden = torch.randn(family.shape, generator=torch.Generator().manual_seed(1)).to(family)
-        self.is_plain_head = torch.equal(self.output(self.norm(hidden)), self._plain_head.family_forward(hidden))
 
     # ---- how the family calls its layers -------------------------------------------------------------------------
 
@@ -407,7 +328,7 @@ class Target:
 
     def _make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
         """A clone of the whole model whose layers are recorders and whose norm and output are the given ones."""
-        recorders = [_Recorder(layer) for layer in self.base.get_submodule(".".join(self._path))]
+        recorders = [_Recorder(layer) for layer in self.base_layers]
         shell = bare_clone(self.base, self._private_config)
         for name, child in self.base._modules.items():
             if child is self.output:
@@ -464,7 +385,7 @@ class Target:
         self, first: int, num_rows: int, read_end: int, parents: tuple[int, ...] | None, mask: Tensor | None
     ) -> _Rows:
         """The recorded calls for rows at slots first ..: tables cut to their positions, rules made into masks."""
-        depths, ancestors = _tree(parents, num_rows)
+        depths, ancestors = tree_shape(parents, num_rows)
         last = self._table_size - 1  # padding rows of exact mode may stand beyond the context
         positions = torch.tensor([min(first + d, last) for d in depths], device=self.device)
         whole = range(first, first + num_rows) if parents is None and first + num_rows <= self._table_size else None
@@ -473,7 +394,7 @@ class Target:
         def cut(value: Any) -> Any:
             if isinstance(value, MaskRule):
                 value = made.setdefault(
-                    id(value), mask if mask is not None else _mask(value, positions, first, read_end, ancestors)
+                    id(value), mask if mask is not None else row_mask(value, positions, first, read_end, ancestors)
                 )
             elif isinstance(value, tuple):
                 value = tuple(cut(v) for v in value)
@@ -510,30 +431,3 @@ def _call(layer: nn.Module, hidden: Tensor, call: tuple[tuple[Any, ...], dict[st
     kwargs = {k: cache if v is _CACHE else v for k, v in call[1].items()}
     output = layer(hidden, *args, **kwargs)
     return output[0] if isinstance(output, tuple) else output
-
-
-def _tree(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Tensor | None]:
-    """Depth of each row, and who is whose ancestor [R, R] (None for a chain)."""
-    if parents is None:
-        return list(range(num_rows)), None
-    depths, ancestors = [0], torch.eye(num_rows, dtype=torch.bool)
-    for row, parent in enumerate(parents[1:], start=1):
-        depths.append(depths[parent] + 1)
-        ancestors[row] |= ancestors[parent]
-    depths += [depths[-1]] * (num_rows - len(depths))  # padding rows: anywhere, they see themselves and the prefix
-    return depths, ancestors
-
-
-def _mask(rule: MaskRule, positions: Tensor, first: int, read_end: int, ancestors: Tensor | None) -> Tensor | None:
-    """Boolean [R, T]: which of the slots [0, read_end) each row may see."""
-    num_rows = positions.shape[0]
-    if rule.is_causal and ancestors is None and read_end == first + num_rows and (num_rows == 1 or first == 0):
-        return None
-    slots = torch.arange(read_end, device=positions.device)
-    zero = torch.zeros((), dtype=torch.long, device=positions.device)
-    if ancestors is None:
-        return rule.allows(zero, zero, positions[:, None], slots[None, :])
-    slots[first : first + num_rows] = positions
-    visible = (torch.arange(read_end, device=positions.device) < first).repeat(num_rows, 1)
-    visible[:, first : first + num_rows] = ancestors.to(positions.device)
-    return visible & rule.allows(zero, zero, positions[:, None], slots[None, :])

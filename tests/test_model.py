@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import EarlyExitModel
 from selfspec.drafter import DRAFTERS, ChainDrafter
+from selfspec.proof import UnsupportedModelError
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.storage import fingerprint
-from selfspec.target import UnsupportedModelError
 from tests.conftest import build_model, prompt_of
 
 PROMPT = torch.tensor([prompt_of(12)])

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from selfspec.cache import KVCache
 from selfspec.drafter import ChainDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
-from selfspec.target import Target, UnsupportedModelError
+from selfspec.proof import UnsupportedModelError, whole_and_split
+from selfspec.target import Target
 from tests.conftest import (
     FAMILIES,
     ScriptedDrafter,
@@ -42,7 +43,7 @@ def test_split_equals_whole(family: str, attention: str) -> None:
     implementation = target.base.config._attn_implementation
     target.base.set_attn_implementation(attention)
     try:
-        whole, split = target._whole_and_split(IDS)
+        whole, split = whole_and_split(target, IDS)
         assert torch.equal(whole, split)
         target.self_check()
     finally:
