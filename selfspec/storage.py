@@ -102,6 +102,7 @@ def save_exit(
         exit_head.adapter.save_pretrained(temporary, save_embedding_layers=False)
         state = {k: v.detach().bfloat16().contiguous().cpu() for k, v in load_file(temporary / WEIGHTS).items()}
         save_file(state, temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / WEIGHTS).chmod(0o644)
         sidecar = _sidecar(exit_head, target, tokenizer, training, metrics)
         sidecar["weights_sha256"] = _sha256(temporary / WEIGHTS)
         (temporary / SIDECAR).write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")

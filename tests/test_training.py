@@ -19,7 +19,7 @@ from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import claim, halve, record, split, train_on_rows
 from selfspec.training.states import collect, draw_steps, fit_ridge
-from selfspec.training.trainer import ExitTrainer, Student, fit_logistic, score_rows
+from selfspec.training.trainer import ExitTrainer, KeepBest, Student, fit_logistic, score_rows
 
 VOCAB = 97
 
@@ -163,6 +163,27 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         patch.setattr(ExitTrainer, "compute_loss", counted)
         train_on_rows(Target(build()), rows, settings(tmp_path, max_steps=6, save_steps=2), tmp_path, VOCAB)
     assert steps == [4, 5]
+
+
+def test_going_on_keeps_the_best_state_of_before(tmp_path: Path) -> None:
+    """A second run takes up the best state that the first wrote, and writes nothing worse over it."""
+    target, rows = Target(build()), written_rows(build(), 8)
+    config = settings(tmp_path)
+    exit_config = config.exit_config(target.num_layers, None)
+    states, written = collect(target, exit_config, rows), []
+
+    def begin() -> KeepBest:
+        student = Student(target, build_adapter(target, exit_config), None)
+        keeper = KeepBest(student, states, config, tmp_path, written.append)
+        keeper.begin()
+        return keeper
+
+    first = begin()
+    assert len(written) == 1
+    second = begin()
+    assert len(written) == 1
+    assert second.best_tau == first.best_tau > 0
+    assert all(torch.equal(second.best_state[name], value) for name, value in first.best_state.items())
 
 
 def test_closed_form_start_stops_before_training(tmp_path: Path) -> None:
