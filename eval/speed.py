@@ -44,11 +44,11 @@ class _Clock(BaseStreamer):
         return len(self.times) - 2, self.times[-1] - self.times[1]
 
 
-def transformers_speed(model: EarlyExitModel, ids: Tensor, num_tokens: int) -> tuple[int, float]:
-    """Decoded tokens and seconds of transformers' own greedy generate."""
+def run_transformers(model: EarlyExitModel, ids: Tensor, num_tokens: int) -> tuple[Tensor, int, float]:
+    """Sequences, decoded tokens and seconds of transformers' own greedy generate."""
     clock = _Clock()
-    model.base.generate(ids, max_new_tokens=num_tokens, do_sample=False, streamer=clock)
-    return clock.decode
+    sequences = model.base.generate(ids, max_new_tokens=num_tokens, do_sample=False, streamer=clock)
+    return sequences, *clock.decode
 
 
 def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[
             return out.stats.tokens_per_second
 
         def theirs(ids: Tensor = ids) -> float:
-            tokens, seconds = transformers_speed(model, ids, num_tokens)
+            _, tokens, seconds = run_transformers(model, ids, num_tokens)
             return tokens / seconds
 
         runs = interleave({"selfspec": ours, "transformers": theirs}, rounds)
@@ -92,7 +92,7 @@ def read_questions(path: Path, per_category: int) -> list[tuple[str, str]]:
 def questions(
     model: EarlyExitModel, asked: Iterable[tuple[str, str]], num_tokens: int, methods: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """One row per question: what each method emitted, in how many seconds, and whether the text was the same."""
+    """One row per question: what each method emitted, in how many seconds, and whether the texts were the same."""
     assert model.tokenizer is not None
     rows = []
     for number, (category, text) in enumerate(asked):
@@ -102,17 +102,18 @@ def questions(
         )["input_ids"]
         row: dict[str, Any] = {"category": category, "prompt_tokens": ids.shape[1]}
         names = ["transformers", *methods]
-        texts = {}
+        texts, theirs = {}, list[list[int]]()
         for name in names[number % len(names) :] + names[: number % len(names)]:
             if name == "transformers":
-                tokens, seconds = transformers_speed(model, ids, num_tokens)
-                row[name] = {"tokens": tokens, "seconds": seconds}
+                sequences, tokens, seconds = run_transformers(model, ids, num_tokens)
+                row[name], theirs = {"tokens": tokens, "seconds": seconds}, sequences.tolist()
                 continue
             out = model.generate(ids, max_new_tokens=num_tokens, **methods[name])
             texts[name] = out.sequences.tolist()
             stats = out.stats
             row[name] = {"tokens": stats.num_emitted, "seconds": stats.decode_seconds, **stats.to_dict()}
         row["identical"] = all(t == texts["ar"] for t in texts.values())
+        row["same_as_transformers"] = texts["ar"] == theirs
         rows.append(row)
     return rows
 
@@ -120,6 +121,7 @@ def questions(
 def summarise(rows: list[dict[str, Any]], methods: Iterable[str]) -> dict[str, Any]:
     """Tokens per second (summed tokens over summed seconds), speedups, tau and acceptance of the rows."""
     summary: dict[str, Any] = {"num_questions": len(rows), "identical": sum(r["identical"] for r in rows)}
+    summary["same_as_transformers"] = sum(r["same_as_transformers"] for r in rows)
     for name in ["transformers", *methods]:
         held = [row[name] for row in rows]
         tokens, seconds = sum(h["tokens"] for h in held), sum(h["seconds"] for h in held)
@@ -155,7 +157,9 @@ def main(
     asked = read_questions(prompts, per_category)
     methods: dict[str, dict[str, Any]] = {"ar": {"draft": "off", "exact": False}}
     if model.exits:
-        methods |= {f"k={k}": {"draft_len": int(k), "exact": False} for k in draft_lens.split(",")}
+        methods |= {
+            f"k={k}": {"draft_len": int(k), "min_confidence": 0.0, "exact": False} for k in draft_lens.split(",")
+        }
         methods["default"] = {}
     rows = questions(model, [asked[0], *asked], new_tokens, methods)[1:]  # the first one twice: warm-up
     categories = sorted({row["category"] for row in rows})

@@ -126,7 +126,7 @@ def resolve_generation(
 
     A temperature without do_sample decides: 0 is greedy, others sample.
     """
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    kwargs = {n: value for n, value in kwargs.items() if value is not None or n not in ("do_sample", "temperature")}
     if "do_sample" not in kwargs and "temperature" in kwargs:
         kwargs["do_sample"] = kwargs["temperature"] != 0
     if kwargs.get("temperature") == 0:

@@ -116,6 +116,15 @@ def test_fields_that_a_given_config_leaves_open_come_from_the_model():
     assert not torch.equal(expected, theirs(model, max_new_tokens=24, repetition_penalty=1.0))
 
 
+def test_none_switches_a_setting_off_as_in_transformers():
+    """eos_token_id=None decodes on, top_k=None filters nothing."""
+    base = build_model("llama")
+    base.generation_config.eos_token_id = list(range(3, 60))
+    model = EarlyExitModel.from_target(base, [2])
+    assert model.generate(PROMPT, max_new_tokens=24).sequences.shape[1] < 36
+    assert model.generate(PROMPT, max_new_tokens=24, eos_token_id=None).sequences.shape[1] == 36
+
+
 def test_max_length_counts_padding_as_transformers_does(model):
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), PROMPT], dim=1)
     mask = (torch.arange(17) >= 5).long()[None]
