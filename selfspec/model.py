@@ -25,9 +25,9 @@ from selfspec.cache import KVCache
 from selfspec.decode import RULES, DecodeState, decode, exact_width
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exits import ExitHead
-from selfspec.pretrained import DEFAULT_HUB_ID, load_target_model
+from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
-from selfspec.storage import check_name, load_exits, save_exit
+from selfspec.storage import check_name, fits, load_exits, save_exit
 from selfspec.target import Target
 
 SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
@@ -86,13 +86,13 @@ class EarlyExitModel:
         """Load a model and its exits.
 
         Without arguments: the default model with the exits shipped inside the package. ``exits`` is a folder, a hub id
-        or a list of layers for untrained exits; None means the shipped ones for the default model, none for others.
+        or a list of layers for untrained exits; None means the shipped ones for the default model, wherever it comes
+        from, none for others.
         ``kwargs`` go to transformers. Raises ValueError or OSError, in one line, for anything that does not fit.
         """
         hf_model, tokenizer = load_target_model(model, revision, dtype, device, **kwargs)
-        is_asked = model is None or str(model) == DEFAULT_HUB_ID
         wrapped = cls.from_target(hf_model, exits, tokenizer, allow_base_mismatch)
-        if exits is None and is_asked and wrapped.target.name == DEFAULT_HUB_ID and SHIPPED_EXITS.is_dir():
+        if exits is None and SHIPPED_EXITS.is_dir() and fits(wrapped.target, SHIPPED_EXITS):
             wrapped.exits = load_exits(wrapped.target, SHIPPED_EXITS, tokenizer, allow_base_mismatch)
         return wrapped
 

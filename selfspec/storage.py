@@ -183,6 +183,19 @@ def check_name(name: str) -> str:
     return name
 
 
+def fits(target: Target, folder: Path) -> bool:
+    """Whether the exits in ``folder`` were made for the weights of ``target``, or for the default model if it is it."""
+    bases = [_read_sidecar(path.parent)["base"] for path in sorted(folder.glob(f"*/{SIDECAR}"))]
+    return any(_is_same_base(target, base) for base in bases)
+
+
+def _is_same_base(target: Target, base: dict[str, Any]) -> bool:
+    size = (base["num_layers"], base["hidden_size"])
+    if size != (target.num_layers, target.hidden_size):
+        return False
+    return base["id"] == target.name == DEFAULT_HUB_ID or fingerprint(target.base) in base["fingerprints"]
+
+
 def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
     folder = Path(source)
     if folder.is_dir():

@@ -135,6 +135,7 @@ def test_end_of_text_anywhere_in_a_cycle(place: int) -> None:
         assert state.tokens == expected
         assert state.done
         assert state.stats.num_tokens == len(expected) - len(PROMPT)
+        assert set(state.cache.lengths[: target.num_layers]) == {len(expected) - 1}  # the last token has no row yet
 
 
 @pytest.mark.parametrize("min_length", [10, 11, 14, 17, 30])
@@ -176,6 +177,7 @@ def test_the_users_criterion_ends_the_text_inside_a_block() -> None:
         state = generate(target, ScriptedDrafter(text, 4), PROMPT, 20, is_stopped=criterion)
         assert state.tokens == text[:length]
         assert asked == list(range(11, length + 1))
+        assert set(state.cache.lengths[: target.num_layers]) == {length - 1}
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}], ids=["greedy", "sampled"])

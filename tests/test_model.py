@@ -247,6 +247,17 @@ def test_ids_that_only_pad_the_vocabulary_are_never_drafted():
     assert out.stats.num_drafted > 0
 
 
+def test_resized_embeddings_decode_as_before():
+    """New rows in embedding and output layer are ordinary ids; those the tokenizer lacks are not drafted."""
+    base = build_model("llama")
+    torch.manual_seed(0)
+    base.resize_token_embeddings(105)
+    resized = EarlyExitModel.from_target(base, [4])
+    out = resized.generate(PROMPT, max_new_tokens=24)
+    assert resized.target.vocab_size == 105
+    assert out.sequences[0].tolist() == transformers_text(resized)
+
+
 def test_encoder_decoders_are_refused_by_name():
     config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
     with pytest.raises(NotImplementedError, match="t5"):

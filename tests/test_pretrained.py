@@ -151,3 +151,14 @@ def test_the_packaged_default_model_has_its_chat_template(monkeypatch):
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(checkpoint, tmp_path):
+    """Row 11: a folder that names its own modeling file is refused unless trust_remote_code is passed."""
+    marker = tmp_path / "ran"
+    (checkpoint / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    classes = {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"}
+    edit_config(checkpoint, model_type="own", auto_map=classes)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        pretrained.load_target_model(checkpoint)
+    assert not marker.exists()

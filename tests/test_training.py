@@ -54,6 +54,10 @@ def base_hash(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def hook_counts(model: PreTrainedModel) -> list[int]:
+    return [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
+
+
 def settings(folder: Path, **overrides: object) -> TrainConfig:
     values = {
         "exit_layer": 1, "recall_layers": (2, 4), "num_steps": 2, "draft_vocab_size": 64, "lora_rank": 4,
@@ -133,12 +137,12 @@ def _states(target: Target, ids: list[int], layer: int) -> torch.Tensor:
 def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     model = build()
     rows = written_rows(model, 40)
-    before = base_hash(model)
+    before, config, hooks = base_hash(model), model.config.to_dict(), hook_counts(model)
     saved = []
     done = train_on_rows(
         Target(model), rows, settings(tmp_path), tmp_path, VOCAB, lambda *saving: saved.append(saving)
     )
-    assert base_hash(model) == before
+    assert (base_hash(model), model.config.to_dict(), hook_counts(model)) == (before, config, hooks)
     assert done.metrics.loss < done.closed_form.loss - 0.05
     assert done.metrics.tau[-1] >= done.closed_form.tau[-1]
     assert saved
