@@ -122,8 +122,7 @@ def _draft_parts(
     def step() -> float:
         def run() -> None:
             tap = target.run_layers(target.embed(token, context), 0, head.exit_layer, cache)
-            logits, _ = head.step(target, state, tap, 1)
-            logits.argmax()
+            head.logits(head.states(target, state, tap, 1)).argmax()
 
         seconds = timed(run)
         cache.rollback(context)

@@ -71,10 +71,11 @@ class ChainDrafter:
         probs: list[Tensor] = []
         survival = 1.0
         for step in range(num_drafts):
-            logits, confidence = self.exit_head.step(self.target, state, taps[-1], step + 1)  # [V_d]
-            survival *= confidence
+            normed = self.exit_head.states(self.target, state, taps[-1], step + 1)  # [1, 1, D]
+            survival *= self.exit_head.chance(normed) if self.min_confidence > 0 else 1.0
             if survival < self.min_confidence:
                 break
+            logits = self.exit_head.logits(normed)  # [V_d]
             if not bool(torch.isfinite(logits.amax())):
                 self.is_broken = True
                 break

@@ -163,7 +163,7 @@ class ExitHead:
             norm = active(module.exit_norm)
         self.norm = norm
         with torch.no_grad():
-            self.head = Head(target, norm, slice_output(target.output, self.vocab_ids))
+            self.head = Head(target, nn.Identity(), slice_output(target.output, self.vocab_ids))
 
     @classmethod
     def untrained(cls, target: Target, exit_layer: int, num_tokens: int | None = None) -> "ExitHead":
@@ -183,21 +183,27 @@ class ExitHead:
     def recall_layers(self) -> tuple[int, ...]:
         return self.config.recall_layers
 
-    def step(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> tuple[Tensor, float]:
-        """Logits [V_d] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D], and the chance that it is accepted."""
+    def states(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> Tensor:
+        """Normed state [1, 1, D] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D]: bridge, block, norm."""
         held, state.backlog = state.backlog, []  # positions accepted since the block last ran: it has no keys for them
         if self.adapter is None:
-            return self.head(tap)[0, -1].float(), 1.0
+            return self.norm(tap)
         taps = torch.cat([*(taps for taps, _ in held), tap], dim=1)
         recalls = state.recall
         if recalls is not None:
             recalls = torch.cat([*(r for _, r in held if r is not None), recalls], dim=1)
         slots = range(target.num_layers, target.num_layers + 1)
-        hidden = target.run_modules([self.block], self.bridge(taps, recalls, step), slots, state.cache)[:, -1:]
-        survives = 1.0
-        if self.config.min_confidence > 0:
-            survives = 1 / (1 + math.exp(-float(self.confidence(self.norm(hidden))[0, 0, 0])))
-        return self.head(hidden)[0, -1].float(), survives
+        return self.norm(target.run_modules([self.block], self.bridge(taps, recalls, step), slots, state.cache)[:, -1:])
+
+    def chance(self, normed: Tensor) -> float:
+        """Probability that the draft from ``normed`` [1, 1, D] will be accepted; 1 where nothing was trained."""
+        if self.adapter is None:
+            return 1.0
+        return 1 / (1 + math.exp(-float(self.confidence(normed)[0, 0, 0])))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Logits [V_d] in float32 from ``normed`` [1, 1, D]."""
+        return self.head(normed)[0, -1].float()
 
     def token_ids(self, target: Target) -> Tensor:
         """Token id of every logit, [V_d]."""

@@ -268,14 +268,13 @@ def test_non_finite_exit_logits_stop_drafting(bad: float) -> None:
     text = autoregressive(target, PROMPT, 20, sampling=SAMPLED)
     for num_good in (0, 1, 4):
         head, calls = ExitHead.untrained(target, 2), []
-        step = head.step
+        whole = head.logits
 
-        def broken(*args: Any, calls: list[int] = calls, step: Any = step, num_good: int = num_good) -> Any:
-            logits, confidence = step(*args)
+        def broken(normed: Tensor, calls: list[int] = calls, whole: Any = whole, num_good: int = num_good) -> Tensor:
             calls.append(1)
-            return (logits if len(calls) <= num_good else logits * 0 + bad), confidence
+            return whole(normed) if len(calls) <= num_good else whole(normed) * 0 + bad
 
-        head.step = broken  # type: ignore[method-assign]
+        head.logits = broken  # type: ignore[method-assign]
         state = generate(target, ChainDrafter(target, head, 3), PROMPT, 20, sampling=SAMPLED)
         assert state.tokens == text
         assert state.stats.num_drafted == num_good
