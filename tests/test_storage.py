@@ -285,3 +285,24 @@ def test_another_copy_of_the_default_model_is_taken_with_a_notice(folder, monkey
     monkeypatch.setattr(Target, "name", DEFAULT_HUB_ID)
     assert load_exits(target_of("llama"), folder)
     assert "another copy of" in caplog.text
+
+
+def test_only_exits_go_to_the_hub(folder, monkeypatch):
+    """push_to_hub makes the repository and uploads one folder per exit; no base weight is among the files."""
+    calls: list[tuple[str, object]] = []
+
+    class Api:
+        def create_repo(self, repo_id: str, **kwargs: object) -> None:
+            calls.append((repo_id, kwargs))
+
+        def upload_folder(self, repo_id: str, folder_path: str, **_: object) -> None:
+            calls.append((repo_id, sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*.*"))))
+
+    monkeypatch.setattr("selfspec.model.HfApi", Api)
+    target = target_of("llama")
+    EarlyExitModel(target, load_exits(target, folder)).push_to_hub("me/exits", private=True)
+    files = ["README.md", "adapter_config.json", WEIGHTS, SIDECAR]
+    assert calls == [
+        ("me/exits", {"private": True, "exist_ok": True}),
+        ("me/exits", [f"small/{name}" for name in files]),
+    ]
