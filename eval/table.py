@@ -27,7 +27,12 @@ def render(results: dict[str, Any], source: str) -> str:
         "|---|---|---|---|---|---|",
         f"| transformers' generate | {summary['transformers']['tokens_per_second']:.1f} | | 1 | | |",
     ]
-    names = {"ar": "selfspec, plain decoding", "default": "**selfspec, default settings**"}
+    held = [row["default"]["accepted_histogram"] for row in results["rows"] if "default" in row]
+    most = max(map(len, held), default=1) - 1
+    names = {
+        "ar": "selfspec, plain decoding",
+        "default": f"**selfspec, default settings of that commit** (at most {most} drafted)",
+    }
     for name in settings["methods"]:
         row = summary[name]
         drafted = f"{row['tau']:.2f} | {row['acceptance_rate']:.2f}" if name != "ar" else " | "

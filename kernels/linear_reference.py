@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 FEW_ROWS = range(2, 17)
+HAS_PACKING = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 TYPICAL_ROWS = 4  # what the blocked layout is made for
 
 
 def profits_from_packing(x: Tensor, weight: Tensor) -> bool:
     """Whether few rows ``x`` [..., R, I] are worth a reordered copy of ``weight`` on this machine."""
     return (
-        x.dtype == torch.float32
+        x.numel() // x.shape[-1] in FEW_ROWS
+        and HAS_PACKING
+        and x.dtype == torch.float32
         and weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.numel() // x.shape[-1] in FEW_ROWS
         and not torch.is_grad_enabled()
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
 

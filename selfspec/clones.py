@@ -46,13 +46,15 @@ class DispatchedLinear(nn.Linear):
     _sampled: Tensor | None = None  # one row and one column of what was packed
 
     def forward(self, input: Tensor) -> Tensor:
-        if not dispatch.profits_from_packing(input, self.weight):
-            return dispatch.linear(input, self.weight, self.bias)
-        source = (self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version)
+        weight, bias = self._parameters["weight"], self._parameters["bias"]  # past Module.__getattr__: a pass has 211
+        assert weight is not None
+        if not dispatch.profits_from_packing(input, weight):
+            return dispatch.linear(input, weight, bias)
+        source = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         if self._packed is None or self._packed_of != source:
-            self.__dict__["_packed"], self._packed_of = dispatch.pack(self.weight), source
+            self.__dict__["_packed"], self._packed_of = dispatch.pack(weight), source
             self.__dict__["_sampled"] = self._sample()
-        return dispatch.linear(input, self.weight, self.bias, self._packed)
+        return dispatch.linear(input, weight, bias, self._packed)
 
     def forget_if_changed(self) -> None:
         """Drop the packed copy if the weight was edited through ``.data``, as merging an adapter does, unseen."""
