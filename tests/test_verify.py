@@ -402,14 +402,12 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
     """An exit head over the ids ``vocab`` whose confidence falls with the token before."""
     ids = torch.tensor(vocab)
 
-    def step(target: object, state: DecodeState, tap: Tensor, step: int) -> tuple[Tensor, float]:
-        token = int(tap[0, -1, 0])
-        return Q_LOGITS[token][ids], 0.3 if token == 3 else 0.9
-
     return SimpleNamespace(
         exit_layer=1,
         recall_layers=(),
-        step=step,
+        states=lambda _target, _state, tap, _step: tap,
+        chance=lambda tap: 0.3 if int(tap[0, -1, 0]) == 3 else 0.9,
+        logits=lambda tap: Q_LOGITS[int(tap[0, -1, 0])][ids],
         token_ids=lambda _: ids,
         narrow=lambda mask: mask,
         positions_of=lambda tokens: (ids[None, :] == tokens.unique()[:, None]).nonzero()[:, 1],
