@@ -15,8 +15,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     MaxTimeCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -24,10 +22,8 @@ from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
     StopStringCriteria,
     TemperatureLogitsWarper,
-    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from selfspec.sampling import Sampling
@@ -43,8 +39,7 @@ OURS = {
     TopKLogitsWarper: ("top_k", "top_k"),
     TopPLogitsWarper: ("top_p", "top_p"),
 }
-# these run behind the temperature, in between `Sampling`'s own filters
-WARPERS = (EpsilonLogitsWarper, EtaLogitsWarper, TopHLogitsWarper, TypicalLogitsWarper)
+FILTERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 REFUSED = {
     "num_beams": "beam search keeps several sequences, verification one",
     "num_return_sequences": "call generate with several seeds",
@@ -176,16 +171,21 @@ def processors(
 
 
 def divide(generation: GenerationConfig, everything: LogitsProcessorList) -> tuple[Sampling, LogitsProcessorList]:
-    """Split transformers' processors into a `Sampling`, which drafts go through too, and those that run before it.
+    """Split transformers' processors into a `Sampling`, which drafts go through too, and those that run inside it.
 
-    Where some would have to run in the middle of `Sampling`, all of them are left to transformers.
+    `Sampling` runs them between penalty and temperature. Where one stands elsewhere in transformers' order, all of them
+    are left to transformers: drafts are then made without filters, and fewer are accepted.
     """
-    if any(isinstance(p, WARPERS) for p in everything):
-        return Sampling(temperature=1.0), everything
+    kinds = [type(p) for p in everything]
+    first = kinds.index(RepetitionPenaltyLogitsProcessor) if RepetitionPenaltyLogitsProcessor in kinds else 0
+    last = next((i for i, kind in enumerate(kinds) if kind in FILTERS), len(kinds))
+    others = [i for i, p in enumerate(everything) if not _is_ours(p, generation)]
+    if any(i < first or i > last for i in others):
+        return Sampling(temperature=1.0 if generation.do_sample else 0.0), everything
     sampling = _sampling(generation.to_dict())
     if not generation.do_sample:
         sampling = Sampling(repetition_penalty=sampling.repetition_penalty)
-    return sampling, LogitsProcessorList(p for p in everything if not _is_ours(p, generation))
+    return sampling, LogitsProcessorList(everything[i] for i in others)
 
 
 def _is_ours(processor: Any, generation: GenerationConfig) -> bool:

@@ -49,12 +49,13 @@ def test_every_criterion_is_asked_at_every_token(model):
     "settings",
     [
         {"sequence_bias": {(7,): -0.5, (20, 9): -1.0}},
-        {"repetition_penalty": 1.4},
+        {"sequence_bias": {(7,): 2.5, (9,): -2.0}, "repetition_penalty": 1.4},
+        {"repetition_penalty": 1.4, "suppress_tokens": [5, 6]},
         {"no_repeat_ngram_size": 2, "suppress_tokens": [5, 6]},
         {"min_new_tokens": 9, "eos_token_id": list(range(40, 60))},
         {"exponential_decay_length_penalty": (3, 1.2), "eos_token_id": 50},
     ],
-    ids=lambda s: next(iter(s)),
+    ids=lambda s: "+".join(s),
 )
 def test_inside_transformers_every_processor_runs_once(model, settings):
     """The same greedy text through hf.generate, hf.generate(custom_generate=...) and generate."""
