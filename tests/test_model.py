@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import EarlyExitModel
 from selfspec.drafter import DRAFTERS, ChainDrafter
+from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.proof import UnsupportedModelError
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.storage import fingerprint
@@ -330,12 +331,17 @@ def test_a_new_drafter_needs_its_name_in_the_registry_alone(model, monkeypatch):
     assert tokens == transformers_text(model)[12:20]
 
 
-def test_a_confidence_that_nothing_reaches_stops_every_draft(model):
-    """Untrained exits claim 1; a trained one that claims less than asked drafts nothing, and the text is the same."""
-    out = model.generate(PROMPT, max_new_tokens=8, min_confidence=1.0)
-    assert out.stats.num_drafted > 0
+def test_min_confidence_of_a_call_overrides_the_exits(model):
+    """An adapter that claims .982 a step drafts nothing where .99 is asked for, though its own setting is 0."""
+    config = ExitConfig(exit_layer=2, recall_layers=(2, 4), draft_vocab=tuple(range(3, 80)), lora_rank=2)
+    head = ExitHead(model.target, "new", config, build_adapter(model.target, config))
+    own = EarlyExitModel(model.target, {"new": head})
+    for stop, drafts in ((None, True), (0.9, True), (0.99, False)):
+        out = own.generate(PROMPT, max_new_tokens=12, min_confidence=stop)
+        assert (out.stats.num_drafted > 0) is drafts
+        assert out.sequences[0].tolist() == transformers_text(model)[:24]
     with pytest.raises(ValueError, match=r"min_confidence must be in \[0, 1\], got 1.5"):
-        model.generate(PROMPT, max_new_tokens=8, min_confidence=1.5)
+        own.generate(PROMPT, max_new_tokens=8, min_confidence=1.5)
 
 
 def test_logits_that_are_not_finite_raise_with_their_position(model):
@@ -347,13 +353,15 @@ def test_logits_that_are_not_finite_raise_with_their_position(model):
         broken.generate(PROMPT, max_new_tokens=4)
 
 
-def test_mixture_of_experts_is_refused_in_exact_mode():
-    moe = EarlyExitModel.from_target(build_model("mixtral"), [2])
-    if moe.target.is_row_exact(4):
-        assert moe.generate(PROMPT, max_new_tokens=4, exact=True).stats.num_tokens == 4
-    else:
-        with pytest.raises(ValueError, match=r"mixtral: .*--no-exact"):
-            moe.generate(PROMPT, max_new_tokens=4, exact=True)
+def test_exact_mode_is_refused_where_rows_are_not_exact(monkeypatch):
+    """A model whose rows depend on their neighbours: refused before any token, decoded all the same without it."""
+    dependent = EarlyExitModel.from_target(build_model("llama"), [2])
+    norm = dependent.target.head.norm
+    monkeypatch.setattr(dependent.target.head, "norm", lambda hidden: norm(hidden + hidden.mean(dim=1, keepdim=True)))
+    with pytest.raises(ValueError, match=r"llama: a row's logits depend on .*--no-exact"):
+        dependent.generate(PROMPT, max_new_tokens=4, exact=True)
+    monkeypatch.undo()
+    assert dependent.generate(PROMPT, max_new_tokens=4, exact=True).stats.num_tokens == 4
 
 
 def test_a_second_thread_is_refused(model):
