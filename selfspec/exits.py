@@ -24,7 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.bridge import Bridge
 from selfspec.clones import detached_clone
-from selfspec.target import Head, Target
+from selfspec.head import Head
+from selfspec.target import Target
 
 if TYPE_CHECKING:
     from selfspec.decode import DecodeState

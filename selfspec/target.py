@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from selfspec import proof
 from selfspec.cache import KVCache
 from selfspec.clones import DispatchedLinear, bare_clone, shallow_clone, with_dispatched_linears
+from selfspec.head import Head
 from selfspec.kernels import dispatch
 from selfspec.masks import MaskRule, row_mask, tree_shape
 from selfspec.proof import UnsupportedModelError
@@ -89,42 +90,6 @@ class _Rows:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # one a layer, shared between alike layers
 
 
-class Head:
-    """Final norm and output layer, called through the family's own forward (which may scale or cap logits).
-
-    ``norm`` and ``output`` replace the target's own: an exit head brings its own norm and a slice of the vocabulary.
-    """
-
-    def __init__(
-        self,
-        target: "Target",
-        norm: nn.Module | None = None,
-        output: nn.Module | None = None,
-        is_dispatched: bool = True,
-    ) -> None:
-        self.target = target
-        self.norm = target.norm if norm is None else norm
-        self.output = target.output if output is None else output
-        if is_dispatched:
-            self.output = with_dispatched_linears(self.output)
-        self._shell, self._recorders = target._make_shell(self.norm, self.output)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits [B, R, V] of last-layer states ``hidden`` [B, R, D]."""
-        if self.target.is_plain_head:
-            return self.output(self.norm(hidden))
-        return self.family_forward(hidden)
-
-    def family_forward(self, hidden: Tensor) -> Tensor:
-        """The same through the whole model's forward, its last layer answering ``hidden``."""
-        self._recorders[-1].replacement = hidden
-        try:
-            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            return type(self.target.base).forward(self._shell, input_ids=ids, use_cache=False).logits
-        finally:
-            self._recorders[-1].replacement = None
-
-
 class Target:
     """A frozen Hugging Face causal language model that runs layer by layer over a `KVCache`.
 
@@ -169,7 +134,7 @@ class Target:
         self.layers: list[nn.Module] = [
             layer if hasattr(layer, "_hf_hook") else self._with_private_config(layer) for layer in stack
         ]
-        self._shell, self._recorders = self._make_shell(self.norm, self.output)
+        self._shell, self._recorders = self.make_shell(self.norm, self.output)
         with torch.no_grad():
             self.plain_head = Head(self, is_dispatched=False)  # what proofs to the last bit compare with
             self.is_plain_embed, self.is_plain_head = proof.shortcuts(self)
@@ -326,7 +291,7 @@ class Target:
                 clone._modules[name] = shallow_clone(child, config=self._private_config)
         return with_dispatched_linears(clone)
 
-    def _make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
+    def make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
         """A clone of the whole model whose layers are recorders and whose norm and output are the given ones."""
         recorders = [_Recorder(layer) for layer in self.base_layers]
         shell = bare_clone(self.base, self._private_config)
