@@ -35,6 +35,7 @@ test-all: lint
 lint: $(VENV)/.stamp-test
 	@echo "==> ruff"
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	@echo "==> mypy"
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -s $(CURDIR)/selfspec/* $(CURDIR)/kernels $(CURDIR)/training $(CURDIR)/eval $(TYPES)/

@@ -1,7 +1,7 @@
 """The figures in README and docs, made from a results file of `selfspec.eval.speed`.
 
-    python -m selfspec.eval.table docs/results/cpu_speed.json --write README.md
-    python -m selfspec.eval.table docs/results/cpu_speed.json --details --write docs/speed.md
+python -m selfspec.eval.table docs/results/cpu_speed.json --write README.md
+python -m selfspec.eval.table docs/results/cpu_speed.json --details --write docs/speed.md
 """
 
 import json

@@ -84,6 +84,7 @@ class DecodeState:
 
         With processors of the user's a function instead, which runs them on accepted rows only, in order.
         """
+
         def row_probs(row: int, path: list[int]) -> Tensor:
             drafted = [int(draft.tokens[0, r - 1]) for r in path]
             prefix, process = self.prefix(drafted), self.processors or None

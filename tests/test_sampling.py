@@ -116,7 +116,7 @@ def test_forbidden_tokens_get_no_mass() -> None:
 )
 def test_values_outside_their_range_are_named(settings: dict[str, float]) -> None:
     """Every setting outside its range raises ValueError with its name and value."""
-    (name, value), = settings.items()
+    ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=f"{name}.*{value}"):
         Sampling(**settings)  # type: ignore[arg-type]
 

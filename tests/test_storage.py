@@ -200,6 +200,7 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path):
 
 def test_saving_that_fails_leaves_the_old_exit(folder, monkeypatch):
     """A full disk while writing the sidecar: the exit from before still loads, no half folder stays."""
+
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 

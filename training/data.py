@@ -6,14 +6,16 @@ vocabulary), offsets [R + 1], answer_starts [R], temperatures [R] (NaN: the answ
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
             yield where, record
+
+
+def num_rows_for(sizes: Sequence[int], num_tokens: int) -> int:
+    """How many of the first rows, of ``sizes`` tokens, reach ``num_tokens`` together; all if they do not."""
+    return min(bisect.bisect_left(list(accumulate(sizes)), num_tokens) + 1, len(sizes))
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:

@@ -21,13 +21,17 @@ from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model
 from selfspec.storage import fingerprint, save_exit
 from selfspec.target import Target
+from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
-from selfspec.training.data import Row, load_shards, read_manifest, rows_from_jsonl
+from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
 from selfspec.training.generate_data import write_data
+from selfspec.training.kept_states import collect_cached
 from selfspec.training.losses import Metrics
 from selfspec.training.plan import Costs, choose, predict
-from selfspec.training.states import RowStates, choose_vocab, collect_cached, fit_ridge
-from selfspec.training.trainer import ExitTrainer, KeepBest, Student, evaluate, fit_confidence, score_rows
+from selfspec.training.scores import evaluate, score_rows
+from selfspec.training.states import RowStates, choose_vocab, fit_ridge
+from selfspec.training.student import Student
+from selfspec.training.trainer import ExitTrainer, KeepBest
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +163,7 @@ def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
             temperatures = data.temperatures
             write_data(target.base, tokenizer, shards, data.num_tokens, data.prompts, temperatures, seed=config.seed)
         rows = [row for row in load_shards(shards) if len(row.ids) <= data.max_row_tokens]
-    kept, total = [], 0
-    for row in rows:
-        if total >= data.num_tokens:
-            break
-        kept.append(row)
-        total += row.num_answer_tokens
-    return kept
+    return rows[: num_rows_for([row.num_answer_tokens for row in rows], data.num_tokens)]
 
 
 def describe_data(config: TrainConfig, folder: Path) -> dict[str, Any]:
@@ -199,10 +197,7 @@ def halve(held_out: Sequence[RowStates], max_tokens: int) -> tuple[Sequence[RowS
     """
     if len(held_out) < 2:
         return held_out, held_out
-    count, total = 1, len(held_out[0].argmaxes)
-    while count < len(held_out) // 2 and total < max_tokens:
-        total += len(held_out[count].argmaxes)
-        count += 1
+    count = min(num_rows_for([len(row.argmaxes) for row in held_out], max_tokens), len(held_out) // 2)
     return held_out[:count], held_out[count:]
 
 

@@ -4,26 +4,22 @@ Shapes: B rows of a batch, S positions, D hidden, n recalled layers, V vocabular
 that carry the loss (their next token is in the answer).
 """
 
-import hashlib
-import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.bridge import RidgeAccumulator
 from selfspec.exits import ExitConfig, slice_output
-from selfspec.target import Head, Target
+from selfspec.head import Head
+from selfspec.target import Target
 from selfspec.training.data import Row
 
 HEAD_CHUNK = 512  # rows of full-vocabulary logits held at once
-CHUNK_ROWS = 64  # rows a file of kept states holds
+RIDGE_ROWS = 64  # training rows that a step of the accumulation takes
 
 
 @dataclass(frozen=True)
@@ -116,33 +112,6 @@ def collect(target: Target, config: ExitConfig, rows: Sequence[Row], batch_token
     return [states[i] for i in range(len(rows))]
 
 
-def collect_cached(
-    target: Target, config: ExitConfig, rows: Sequence[Row], folder: Path, label: str, chunk: int = CHUNK_ROWS
-) -> list[RowStates]:
-    """`collect` in chunks of rows, each kept as a file: an interrupted pass goes on, and more data later costs only
-    its own pass. Files are named by what they were made from, so two processes may share the work.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    states: list[RowStates] = []
-    identity = json.dumps([label, config.exit_layer, config.recall_layers])
-    starts = range(0, len(rows), chunk)
-    for start in track(starts, description="teacher pass"):
-        part = rows[start : start + chunk]
-        digest = hashlib.sha256(identity.encode())
-        for row in part:
-            digest.update(row.ids.tobytes() + str(row.answer_start).encode())
-        path = folder / f"states-{digest.hexdigest()[:20]}.pt"
-        if path.is_file():
-            states += [RowStates(**entry) for entry in torch.load(path, weights_only=True)]
-            continue
-        made = collect(target, config, part)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save([vars(state) for state in made], temporary)
-        os.replace(temporary, path)
-        states += made
-    return states
-
-
 def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
     log_sums, argmaxes = [], []
     for part in finals.split(HEAD_CHUNK):
@@ -162,9 +131,9 @@ def fit_ridge(
     solutions = []
     for j in range(1, (num_steps if recalled else 1) + 1):
         accumulator, used = RidgeAccumulator(hidden_size + recalled, hidden_size), 0
-        for begin in range(0, len(states), CHUNK_ROWS):
+        for begin in range(0, len(states), RIDGE_ROWS):
             inputs, wanted = [], []
-            for row in states[begin : begin + CHUNK_ROWS]:
+            for row in states[begin : begin + RIDGE_ROWS]:
                 # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
                 first = j + 1 if recalled else 1
                 parts = [row.taps[first:]]

@@ -5,12 +5,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -18,69 +16,15 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from selfspec.exits import active, unwrap
-from selfspec.target import Target
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics, RowScores, overlap, soft_cross_entropy, walk_cycles
-from selfspec.training.states import (
-    Batch,
-    RowStates,
-    StudentHead,
-    Teacher,
-    batches_of,
-    draw_steps,
-    make_batch,
-    recall_back,
-)
+from selfspec.training.losses import Metrics, overlap, soft_cross_entropy
+from selfspec.training.scores import evaluate
+from selfspec.training.states import Batch, RowStates, batches_of, draw_steps, make_batch
+from selfspec.training.student import Student
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE, BEST_FILE = "trained_state.safetensors", "best_state.safetensors"
-CONFIDENCE_TOKENS = 20_000  # training tokens that the confidence is fitted on
-
-
-class Student(nn.Module):
-    """The training graph of an exit: bridge maps chosen by each position's draft step, block, exit norm."""
-
-    target: Target
-    head: StudentHead
-    teacher: Teacher
-    vocab_ids: Tensor | None
-
-    def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None) -> None:
-        super().__init__()
-        self.adapter = adapter
-        self.__dict__["target"] = target  # not a submodule: nothing of it is trained or saved
-        self.__dict__["head"] = StudentHead(target, vocab_ids)
-        self.__dict__["vocab_ids"] = vocab_ids
-        self.__dict__["teacher"] = Teacher(target, vocab_ids)
-
-    def forward(self, taps: Tensor, recalls: Tensor | None, steps: Tensor) -> Tensor:
-        """Normed states [B, S, D]; ``recalls`` [B, S, nD] at their own positions, ``steps`` [B, S] from 1."""
-        module = unwrap(self.adapter)
-        maps = active(module.bridge).maps
-        if recalls is None:
-            return module(self.target, maps[0](taps))
-        inputs = torch.cat([taps, recall_back(recalls, steps)], dim=-1)  # [B, S, (1 + n) D]
-        which = steps.clamp(max=len(maps))
-        bridged = taps.new_zeros(taps.shape)
-        for j, linear in enumerate(maps, start=1):
-            chosen = which == j
-            bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]))
-        return module(self.target, bridged)
-
-    def trained_state(self) -> dict[str, Tensor]:
-        """Copies of all weights that training changes, by name."""
-        return {n: p.detach().clone() for n, p in self.adapter.named_parameters() if p.requires_grad}
-
-    def load_trained_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `trained_state` gave."""
-        own = {n: p for n, p in self.adapter.named_parameters() if p.requires_grad}
-        if own.keys() != state.keys():
-            raise ValueError(f"state has other weights: {sorted(own.keys() ^ state.keys())[:4]}")
-        with torch.no_grad():
-            for name, value in state.items():
-                own[name].copy_(value)
 
 
 class _Batches(Dataset[list[int]]):
@@ -183,10 +127,7 @@ class ExitTrainer(Trainer):
         loss = soft_cross_entropy(logits, probs, self.config.step_decay ** (scored_steps - 1.0))
         if self.state.global_step % self.args.logging_steps == 0:
             first = scored_steps == 1
-            ids = student.vocab_ids
-            guess = logits.detach().argmax(-1)
-            guess = guess if ids is None else ids[guess]
-            right = (guess == batch.argmaxes).float()
+            right = (student.guess(logits.detach()) == batch.argmaxes).float()
             self.log_extra = {
                 "agreement": right[first].mean().item(),
                 "accepted_mass": overlap(logits.detach()[first], probs[first]).mean().item(),
@@ -273,133 +214,3 @@ class KeepBest(TrainerCallback):
             self.measure(state.global_step)
             self.last = time.monotonic()
         return control
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What `score_rows` found on held-out rows; lists are indexed by draft step - 1."""
-
-    loss: float
-    agreement: list[float]
-    accepted_mass: list[float]
-    greedy_rows: list[RowScores]  # all rows where none is greedy
-
-    def metrics(self) -> Metrics:
-        """With a_j and tau, by walking the greedy rows in cycles."""
-        depth = len(self.agreement)
-        walks = [[walk_cycles(row, k) for row in self.greedy_rows] for k in range(1, depth + 1)]
-        tried = [sum(w.tried[j] for w in walks[-1]) for j in range(depth)]
-        accepted = [sum(w.accepted[j] for w in walks[-1]) for j in range(depth)]
-        return Metrics(
-            loss=round(self.loss, 4),
-            agreement=self.agreement,
-            accepted_mass=self.accepted_mass,
-            acceptance=[a / max(t, 1) for a, t in zip(accepted, tried, strict=True)],
-            tau=[sum(w.num_tokens for w in ws) / max(sum(w.num_cycles for w in ws), 1) for ws in walks],
-        )
-
-
-@torch.no_grad()
-def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Scores:
-    """Every draft step j at every answer position: the whole row goes through the map of j."""
-    num_steps = config.num_steps
-    loss, count = 0.0, 0
-    hits, mass = [0] * num_steps, [0.0] * num_steps
-    greedy, sampled = list[RowScores](), list[RowScores]()
-    confidence = active(unwrap(student.adapter).confidence)
-    for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
-        rows = [states[i] for i in group]
-        batch = make_batch(rows, student.target.device, torch.float32)
-        probs = student.teacher.probs(batch)
-        right, chances = [], []
-        for j in range(1, num_steps + 1):
-            steps = torch.full(batch.taps.shape[:2], j, device=batch.taps.device)
-            normed = student(batch.taps, batch.recalls, steps)[batch.is_scored]
-            logits = student.head(normed)
-            guess = logits.argmax(-1)
-            guess = guess if student.vocab_ids is None else student.vocab_ids[guess]
-            right.append(guess == batch.argmaxes)
-            chances.append(confidence(normed)[:, 0].sigmoid())
-            hits[j - 1] += int(right[-1].sum())
-            mass[j - 1] += float(overlap(logits, probs).sum())
-            if j == 1:
-                loss += float(soft_cross_entropy(logits, probs, logits.new_ones(len(logits)))) * len(logits)
-                count += len(logits)
-        begin = 0
-        for row in rows:
-            part = slice(begin, begin := begin + len(row.argmaxes))
-            found = RowScores([r[part].tolist() for r in right], [c[part].tolist() for c in chances])
-            (sampled if row.temperature > 0 else greedy).append(found)
-    agreement, accepted_mass = [h / max(count, 1) for h in hits], [m / max(count, 1) for m in mass]
-    return Scores(loss / max(count, 1), agreement, accepted_mass, greedy or sampled)
-
-
-def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Metrics:
-    """`score_rows`, summed up."""
-    return score_rows(student, states, config).metrics()
-
-
-def fit_confidence(
-    student: Student, states: Sequence[RowStates], held_out: Sequence[RowStates], config: TrainConfig
-) -> float:
-    """Logistic regression from normed states to the chance of acceptance; returns its held-out cross-entropy.
-
-    The direction comes from training rows, scale and bias from held-out ones, on which the exit is less sure of itself.
-    """
-    x, y = _confidence_data(student, _first_tokens(states, CONFIDENCE_TOKENS), config)
-    held_x, held_y = _confidence_data(student, held_out, config)
-    scale = x.std(0).clamp(min=1e-6)
-    direction = nn.Linear(x.shape[1], 1, device=x.device)
-    fit_logistic(direction, x / scale, y)
-    calibration = nn.Linear(1, 1, device=x.device)
-    with torch.no_grad():
-        score = direction(held_x / scale)
-    nn.init.ones_(calibration.weight)
-    loss = fit_logistic(calibration, score, held_y)
-    confidence = active(unwrap(student.adapter).confidence)
-    with torch.no_grad():
-        confidence.weight.copy_(calibration.weight * direction.weight / scale)
-        confidence.bias.copy_(calibration.weight[0] * direction.bias + calibration.bias)
-    return loss
-
-
-def _first_tokens(states: Sequence[RowStates], max_tokens: int) -> list[RowStates]:
-    kept, total = [], 0
-    for row in states:
-        kept.append(row)
-        total += len(row.argmaxes)
-        if total >= max_tokens:
-            break
-    return kept
-
-
-@torch.no_grad()
-def _confidence_data(student: Student, states: Sequence[RowStates], config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Normed states [A, D] and chances of acceptance [A]: right or wrong in greedy rows, sum min(p, q) in others."""
-    features, targets = [], []
-    generator = torch.Generator().manual_seed(config.seed)
-    for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
-        rows = [states[i] for i in group]
-        batch = make_batch(rows, student.target.device, torch.float32)
-        steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], config.num_steps, generator)
-        normed = student(batch.taps, batch.recalls, steps.to(batch.taps.device))[batch.is_scored]
-        logits = student.head(normed)
-        guess = logits.argmax(-1)
-        guess = guess if student.vocab_ids is None else student.vocab_ids[guess]
-        is_sampled = torch.cat([torch.full((len(r.argmaxes),), r.temperature > 0) for r in rows]).to(guess.device)
-        shared = overlap(logits, student.teacher.probs(batch)).clamp(0, 1)
-        features.append(normed)
-        targets.append(torch.where(is_sampled, shared, (guess == batch.argmaxes).float()))
-    return torch.cat(features), torch.cat(targets)
-
-
-def fit_logistic(linear: nn.Linear, x: Tensor, y: Tensor, num_steps: int = 300) -> float:
-    """Fit chances y [A] from x [A, D]; returns the cross-entropy reached."""
-    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-2, weight_decay=1e-2)
-    nn.init.zeros_(linear.bias)
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(linear(x)[:, 0], y)
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())

@@ -1,0 +1,74 @@
+"""What an exit is worth on held-out rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.exits import active, unwrap
+from selfspec.training.config import TrainConfig
+from selfspec.training.losses import Metrics, RowScores, overlap, soft_cross_entropy, walk_cycles
+from selfspec.training.states import RowStates, batches_of, make_batch
+from selfspec.training.student import Student
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `score_rows` found on held-out rows; lists are indexed by draft step - 1."""
+
+    loss: float
+    agreement: list[float]
+    accepted_mass: list[float]
+    greedy_rows: list[RowScores]  # all rows where none is greedy
+
+    def metrics(self) -> Metrics:
+        """With a_j and tau, by walking the greedy rows in cycles."""
+        depth = len(self.agreement)
+        walks = [[walk_cycles(row, k) for row in self.greedy_rows] for k in range(1, depth + 1)]
+        tried = [sum(w.tried[j] for w in walks[-1]) for j in range(depth)]
+        accepted = [sum(w.accepted[j] for w in walks[-1]) for j in range(depth)]
+        return Metrics(
+            loss=round(self.loss, 4),
+            agreement=self.agreement,
+            accepted_mass=self.accepted_mass,
+            acceptance=[a / max(t, 1) for a, t in zip(accepted, tried, strict=True)],
+            tau=[sum(w.num_tokens for w in ws) / max(sum(w.num_cycles for w in ws), 1) for ws in walks],
+        )
+
+
+@torch.no_grad()
+def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Scores:
+    """Every draft step j at every answer position: the whole row goes through the map of j."""
+    num_steps = config.num_steps
+    loss, count = 0.0, 0
+    hits, mass = [0] * num_steps, [0.0] * num_steps
+    greedy, sampled = list[RowScores](), list[RowScores]()
+    confidence = active(unwrap(student.adapter).confidence)
+    for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
+        rows = [states[i] for i in group]
+        batch = make_batch(rows, student.target.device, torch.float32)
+        probs = student.teacher.probs(batch)
+        right, chances = [], []
+        for j in range(1, num_steps + 1):
+            steps = torch.full(batch.taps.shape[:2], j, device=batch.taps.device)
+            normed = student(batch.taps, batch.recalls, steps)[batch.is_scored]
+            logits = student.head(normed)
+            right.append(student.guess(logits) == batch.argmaxes)
+            chances.append(confidence(normed)[:, 0].sigmoid())
+            hits[j - 1] += int(right[-1].sum())
+            mass[j - 1] += float(overlap(logits, probs).sum())
+            if j == 1:
+                loss += float(soft_cross_entropy(logits, probs, logits.new_ones(len(logits)))) * len(logits)
+                count += len(logits)
+        begin = 0
+        for row in rows:
+            part = slice(begin, begin := begin + len(row.argmaxes))
+            found = RowScores([r[part].tolist() for r in right], [c[part].tolist() for c in chances])
+            (sampled if row.temperature > 0 else greedy).append(found)
+    agreement, accepted_mass = [h / max(count, 1) for h in hits], [m / max(count, 1) for m in mass]
+    return Scores(loss / max(count, 1), agreement, accepted_mass, greedy or sampled)
+
+
+def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Metrics:
+    """`score_rows`, summed up."""
+    return score_rows(student, states, config).metrics()
