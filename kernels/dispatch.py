@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from . import attention_reference, linear_reference
+from . import attention_reference, linear_cpu
 
 CHOICES = ("reference", "triton")
 
@@ -35,19 +35,32 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention_reference.attention`."""
-    return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
+    if cache_dtype(q) == q.dtype:
+        return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
+    return attention_reference.attention(q.float(), k.float(), v.float(), mask, scale, softcap, sinks).to(q.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """See `linear_reference.linear`."""
-    return linear_reference.linear(x, weight, bias, packed)
+def cache_dtype(key: Tensor) -> torch.dtype:
+    """What to keep keys and values like ``key`` in: float32 on a CPU that would have to emulate bfloat16."""
+    is_emulated = key.dtype == torch.bfloat16 and key.device.type == "cpu" and not linear_cpu.has_bfloat16()
+    return torch.float32 if is_emulated else key.dtype
 
 
-def pack(weight: Tensor) -> Tensor:
-    """See `linear_reference.pack`."""
-    return linear_reference.pack(weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: linear_cpu.Product | None = None) -> Tensor:
+    """x [..., R, I] times weight [O, I] transposed, plus bias [O]: [..., R, O]; ``packed`` is `pack` of weight."""
+    return torch.nn.functional.linear(x, weight, bias) if packed is None else packed(x, bias)
+
+
+def pack(weight: Tensor) -> linear_cpu.Product | None:
+    """See `linear_cpu.pack`."""
+    return linear_cpu.pack(weight)
 
 
 def profits_from_packing(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` is quicker on a packed weight for ``x``."""
-    return linear_reference.profits_from_packing(x, weight)
+    """See `linear_cpu.profits_from_packing`."""
+    return linear_cpu.profits_from_packing(x, weight)
+
+
+def bfloat16_is_fast() -> bool:
+    """Whether bfloat16 is the quick dtype on this CPU: by its instructions, or over packed weights."""
+    return linear_cpu.has_bfloat16() or linear_cpu.has_half()

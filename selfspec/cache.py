@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.kernels import dispatch
+
 
 class KVCache:
     """Preallocated keys and values, [B, Hkv, capacity, D] a layer, and a length a layer.
 
     It speaks the `update` of transformers' caches, which is all that attention modules call. Tensors are allocated at
-    a layer's first update, with that layer's own head count, width, dtype and device.
+    a layer's first update, with that layer's own head count, width and device, in the dtype attention computes in.
 
     ``width`` is the fixed number of rows of exact mode: passes of fewer rows are padded up to it and attention always
     spans the whole capacity, so that the same shapes, hence the same bits, come out however tokens are grouped. None
@@ -41,8 +43,10 @@ class KVCache:
         """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if keys is None or values is None:
-            keys = self._keys[layer_idx] = key.new_zeros(*key.shape[:2], self.capacity, key.shape[3])
-            values = self._values[layer_idx] = value.new_zeros(*value.shape[:2], self.capacity, value.shape[3])
+            dtype = dispatch.cache_dtype(key)
+            keys = self._keys[layer_idx] = key.new_zeros(*key.shape[:2], self.capacity, key.shape[3], dtype=dtype)
+            values = key.new_zeros(*value.shape[:2], self.capacity, value.shape[3], dtype=dtype)
+            self._values[layer_idx] = values
         stop = self._first + key.shape[2]
         keys[:, :, self._first : stop] = key
         values[:, :, self._first : stop] = value

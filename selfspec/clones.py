@@ -41,7 +41,7 @@ def detached_clone(module: nn.Module) -> nn.Module:
 class DispatchedLinear(nn.Linear):
     """A linear layer that goes through `kernels.dispatch`; made only by `with_dispatched_linears`."""
 
-    _packed: Tensor | None = None
+    _packed: Any = None  # what `dispatch.pack` made of the weight
     _packed_of: tuple[int, int] | None = None  # which memory, and which version of it, was packed
     _sampled: Tensor | None = None  # one row and one column of what was packed
 
@@ -51,15 +51,16 @@ class DispatchedLinear(nn.Linear):
         if not dispatch.profits_from_packing(input, weight):
             return dispatch.linear(input, weight, bias)
         source = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        if self._packed is None or self._packed_of != source:
-            self.__dict__["_packed"], self._packed_of = dispatch.pack(weight), source
+        if self._packed_of != source:
+            self._packed, self._packed_of = dispatch.pack(weight), source
             self.__dict__["_sampled"] = self._sample()
         return dispatch.linear(input, weight, bias, self._packed)
 
     def forget_if_changed(self) -> None:
         """Drop the packed copy if the weight was edited through ``.data``, as merging an adapter does, unseen."""
         if self._sampled is not None and not torch.equal(self._sampled, self._sample()):
-            self.__dict__["_packed"] = self.__dict__["_sampled"] = None
+            self._packed = self._packed_of = None
+            self.__dict__["_sampled"] = None
 
     def _sample(self) -> Tensor:
         weight = self.weight.detach()

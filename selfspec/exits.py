@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.bridge import Bridge
-from selfspec.clones import detached_clone
+from selfspec.clones import detached_clone, with_dispatched_linears
 from selfspec.head import Head
 from selfspec.target import Target
 
@@ -159,7 +159,8 @@ class ExitHead:
         norm = target.norm
         if adapter is not None:
             module = unwrap(adapter)
-            self.bridge, self.confidence = active(module.bridge), active(module.confidence)
+            self.bridge: Any = with_dispatched_linears(active(module.bridge))
+            self.confidence = active(module.confidence)
             self.block = fold(module.block, target.dtype)
             norm = active(module.exit_norm)
         self.norm = norm

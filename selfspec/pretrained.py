@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import tempfile
@@ -19,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
+
+from selfspec.kernels import dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -125,22 +125,12 @@ def _usable_device(device: str | torch.device | None) -> torch.device:
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
     """The dtype to load in: names ("bf16") are looked up; None is the fast one on a CPU, else "auto" (the config's)."""
     if dtype is None:
-        return "auto" if device.type != "cpu" else torch.bfloat16 if cpu_has_fast_bfloat16() else torch.float32
+        return "auto" if device.type != "cpu" else torch.bfloat16 if dispatch.bfloat16_is_fast() else torch.float32
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose from auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-@functools.cache
-def cpu_has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively (AVX512-BF16, AMX, Arm BF16); emulation does not count."""
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _packaged_gguf() -> Path | None:

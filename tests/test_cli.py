@@ -131,11 +131,12 @@ def test_rejection_does_not_promise_the_text(checkpoint):
     assert json.loads(generate(checkpoint, *asked, "--json").stdout)["compare"]["identical"] is True
 
 
-def test_settings_in_the_report_are_those_that_ran(checkpoint):
-    report = json.loads(generate(checkpoint, "hi", "--max-new-tokens", "4", "--json").stdout)
+@pytest.mark.parametrize(("dtype", "is_exact"), [("float32", False), ("bfloat16", True)])
+def test_settings_in_the_report_are_those_that_ran(checkpoint, dtype, is_exact):
+    report = json.loads(generate(checkpoint, "hi", "--max-new-tokens", "4", "--json", "--dtype", dtype).stdout)
     found = report["settings"]
-    assert (found["draft"], found["exit"], found["draft_len"], found["exact"]) == ("chain", "layer-2", 2, False)
-    assert found["dtype"] == "float32"
+    assert (found["draft"], found["exit"], found["draft_len"], found["exact"]) == ("chain", "layer-2", 2, is_exact)
+    assert found["dtype"] == dtype
     assert isinstance(found["seed"], int)
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 
 from selfspec import pretrained
+from selfspec.kernels import dispatch
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_encoder_decoders_are_refused(tmp_path):
 def test_the_default_dtype_is_the_fast_one(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for is_fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(pretrained, "cpu_has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
+        monkeypatch.setattr(dispatch, "bfloat16_is_fast", lambda is_fast=is_fast: is_fast)
         assert pretrained.resolve_dtype(None, cpu) == dtype
     assert pretrained.resolve_dtype(None, cuda) == "auto"
     with pytest.raises(ValueError, match="unknown dtype 'bf61'; choose from auto, bf16"):
