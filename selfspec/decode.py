@@ -30,11 +30,11 @@ from selfspec.target import Target
 from selfspec.verify import Draft, RowProbs, Verdict, verify_coupled, verify_rejection
 
 RULES = ("coupled", "rejection")
-EXACT_WIDTHS = (4, 8, 16, 32, 64)
+EXACT_WIDTHS = (2, 4, 8, 16, 32, 64)
 
 
 def exact_width(draft_len: int) -> int:
-    """Row width W of exact mode: the smallest of 4, 8, 16, 32, 64 that holds draft_len + 1 rows."""
+    """Row width W of exact mode: the smallest of 2, 4, 8, 16, 32, 64 that holds draft_len + 1 rows."""
     for width in EXACT_WIDTHS:
         if width > draft_len:
             return width

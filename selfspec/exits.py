@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.bridge import Bridge
-from selfspec.clones import detached_clone, with_dispatched_linears
+from selfspec.clones import detached_clone
 from selfspec.head import Head
+from selfspec.linears import with_dispatched_linears
 from selfspec.target import Target
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def fold(block: nn.Module, dtype: torch.dtype) -> nn.Module:
                 delta = module.get_delta_weight("default").to(plain.weight.dtype)
                 plain.weight = nn.Parameter((plain.weight + delta).to(dtype), requires_grad=False)
             clone.get_submodule(path.rpartition(".")[0])._modules[path.rpartition(".")[2]] = plain
-    return clone
+    return with_dispatched_linears(clone)
 
 
 class ExitHead:

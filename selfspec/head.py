@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from selfspec.clones import with_dispatched_linears
+from selfspec.linears import with_dispatched_linears
 
 if TYPE_CHECKING:
     from selfspec.target import Target

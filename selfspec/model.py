@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import settings
 from selfspec.cache import KVCache
-from selfspec.decode import RULES, DecodeState, decode, exact_width
+from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, decode, exact_width
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exits import ExitHead
 from selfspec.pretrained import load_target_model
@@ -65,7 +66,7 @@ class EarlyExitModel:
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.exits: dict[str, ExitHead] = exits or {}
-        self._exact_checked: set[int] = set()
+        self._row_exact_widths: set[int] = set()  # those seen to be
         self._lock = threading.Lock()
 
     @property
@@ -206,7 +207,7 @@ class EarlyExitModel:
         """A stream of resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
         drafter, draft_len = self._drafter(options)
         exact = options.exact if options.exact is not None else self.target.dtype in (torch.bfloat16, torch.float16)
-        width = exact_width(draft_len) if exact else None
+        width = self._exact_width(draft_len) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
         state = DecodeState(
@@ -293,15 +294,34 @@ class EarlyExitModel:
         new = [token for emission in stream for token in emission.tokens]
         return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
 
-    def _require_exact(self, width: int) -> None:
-        """Refuse exact mode where this model's rows depend on their neighbours or on their index."""
-        if width not in self._exact_checked:
-            if not self.target.is_row_exact(width):
-                raise ValueError(
-                    f"{self.target.family}: a row's logits depend on the rows beside it in {self.target.dtype}: exact "
-                    "mode cannot hold; pass exact=False (--no-exact)"
-                )
-            self._exact_checked.add(width)
+    def _exact_width(self, draft_len: int) -> int:
+        """The row width of exact mode: the smallest that holds the rows, or the next one where that is not exact.
+
+        Raises ValueError where this model's rows depend on their neighbours or on their index.
+        """
+        smallest = EXACT_WIDTHS.index(exact_width(draft_len))
+        for width in EXACT_WIDTHS[smallest : smallest + 2]:
+            if width in self._row_exact_widths:
+                return width
+            with self.alone():
+                is_exact = self.target.is_row_exact(width)
+            if is_exact:
+                self._row_exact_widths.add(width)
+                return width
+        raise ValueError(
+            f"{self.target.family}: a row's logits depend on the rows beside it in {self.target.dtype}: exact mode "
+            "cannot hold; pass exact=False (--no-exact)"
+        )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the model, or raise RuntimeError where another generation does."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another generation is running on this model; end it, or load one EarlyExitModel each")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class Stream(Iterator[Emission]):
@@ -340,12 +360,8 @@ class Stream(Iterator[Emission]):
 
     def _run(self) -> Generator[Emission]:
         model, state, stats = self._model, self._state, self._state.stats
-        if not model._lock.acquire(blocking=False):
-            raise RuntimeError("another generation is running on this model; end it, or load one EarlyExitModel each")
-        try:
+        with model.alone():
             model.target.notice_changes()
-            if state.cache.width is not None:
-                model._require_exact(state.cache.width)
             cycles, num_accepted = decode(model.target, self._drafter, state), 0
             began = time.perf_counter()
             for tokens in cycles:
@@ -357,5 +373,3 @@ class Stream(Iterator[Emission]):
                 accepted, num_accepted = stats.num_accepted - num_accepted, stats.num_accepted
                 yield Emission(tokens, min(accepted, len(tokens)))
                 began = time.perf_counter()
-        finally:
-            model._lock.release()

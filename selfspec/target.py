@@ -22,9 +22,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from selfspec import proof
 from selfspec.cache import KVCache
-from selfspec.clones import DispatchedLinear, bare_clone, shallow_clone, with_dispatched_linears
+from selfspec.clones import bare_clone, shallow_clone
 from selfspec.head import Head
 from selfspec.kernels import dispatch
+from selfspec.linears import forget_changed, with_dispatched_linears
 from selfspec.masks import MaskRule, row_mask, tree_shape
 from selfspec.proof import UnsupportedModelError
 
@@ -202,9 +203,8 @@ class Target:
 
     def notice_changes(self) -> None:
         """Forget copies of weights that were edited since they were made; called where a text begins."""
-        for module in (m for part in (*self.layers, self.head.output) for m in part.modules()):
-            if isinstance(module, DispatchedLinear):
-                module.forget_if_changed()
+        for module in (*self.layers, self.head.output):
+            forget_changed(module)
 
     # ---- the three primitives ------------------------------------------------------------------------------------
 

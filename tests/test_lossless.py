@@ -301,7 +301,7 @@ def test_non_finite_target_logits_are_an_error_with_the_position(is_speculative:
 
 
 def test_exact_width_holds_the_rows_of_a_draft() -> None:
-    """The width is the smallest of 4 .. 64 that holds draft_len + 1 rows; beyond 63 drafts there is none."""
+    """The width is the smallest of 2 .. 64 that holds draft_len + 1 rows; beyond 63 drafts there is none."""
     for draft_len in range(64):
         width = exact_width(draft_len)
         assert width >= draft_len + 1

@@ -258,6 +258,10 @@ def test_drafting_is_planned_from_costs_and_confidence() -> None:
     assert choose([sure], cheap).draft_len == 3
     assert choose([sure], dear).draft_len == 1
     assert predict([sure], cheap, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.05)))
+    padded = Costs(0.05, (1, 1.02, 1.05, 1.1), is_exact=True)  # exact mode passes 2 or 4 rows
+    assert padded.draft_lens() == [1, 2, 3]
+    assert Costs(0.05, (1, 1.02, 1.05), is_exact=True).draft_lens() == [1]
+    assert predict([sure], padded, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.1)))
     half = RowScores([[True, False, False] * 10] * 3, [[0.9, 0.1, 0.1] * 10] * 3)
     plan = choose([half], cheap)
     assert plan.min_confidence > 0.05

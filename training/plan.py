@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from selfspec.decode import exact_width
 from selfspec.training.losses import RowScores, walk_cycles
 
 STOPS = tuple(i / 20 for i in range(13))  # 0, .05, ... .6
@@ -15,6 +16,15 @@ class Costs:
 
     draft_step: float
     rows: tuple[float, ...]  # of a pass over 1, 2, ... rows; the first is 1
+    is_exact: bool = False  # passes are padded to one width, as in the default settings of bfloat16 and float16
+
+    def verify(self, draft_len: int, num_drafted: int) -> float:
+        """A verify pass over ``num_drafted`` drafts of at most ``draft_len``."""
+        return self.rows[(exact_width(draft_len) if self.is_exact else num_drafted + 1) - 1]
+
+    def draft_lens(self) -> list[int]:
+        """Lengths whose verify passes were timed."""
+        return [k for k in range(1, len(self.rows)) if not self.is_exact or exact_width(k) <= len(self.rows)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confide
     """
     walks = [walk_cycles(row, draft_len, min_confidence) for row in rows]
     time = sum(
-        costs.draft_step * steps + costs.rows[drafted]
+        costs.draft_step * steps + costs.verify(draft_len, drafted)
         for walk in walks
         for steps, drafted in zip(walk.num_steps, walk.num_drafted, strict=True)
     )
@@ -43,6 +53,5 @@ def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confide
 
 def choose(rows: Sequence[RowScores], costs: Costs) -> Plan:
     """The fastest setting on ``rows``, among all lengths whose passes were timed; the simplest of equals."""
-    lengths = range(1, len(costs.rows))
-    plans = [Plan(k, stop, predict(rows, costs, k, stop)) for k, stop in product(lengths, STOPS)]
+    plans = [Plan(k, stop, predict(rows, costs, k, stop)) for k, stop in product(costs.draft_lens(), STOPS)]
     return max(plans, key=lambda plan: round(plan.speedup, 3))

@@ -1,5 +1,6 @@
 """`train_exits`: data, teacher pass with the closed-form bridge, training, evaluation, a saved exit."""
 
+import copy
 import hashlib
 import json
 import logging
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.costs import NUM_ROWS, pass_costs
 from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
 from selfspec.model import EarlyExitModel
-from selfspec.pretrained import load_target_model
+from selfspec.pretrained import load_target_model, resolve_dtype
 from selfspec.storage import fingerprint, save_exit
 from selfspec.target import Target
 from selfspec.training.confidence import fit_confidence
@@ -115,26 +116,30 @@ def train_on_rows(
     judged = score_rows(student, judging, config)
     metrics = judged.metrics()
     if config.draft_len is None:
-        costs = measure_costs(target, build_head(target, config, exit_config, adapter))
+        costs = measure_costs(target, exit_config)
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
         exit_config = exit_config.model_copy(
             update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
         )
         speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence)
         metrics = replace(metrics, speedup=speedup)
-        summary["costs"] = asdict(costs)
+        summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
         logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
     save(metrics)
     (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
 
 
-def measure_costs(target: Target, exit_head: ExitHead) -> Costs:
-    """Time passes and a draft step on this machine, as decoding runs them."""
+def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
+    """Time passes and a draft step on this machine as decoding runs them by default; the weights do not matter."""
+    dtype = resolve_dtype(None, target.device)
+    if isinstance(dtype, torch.dtype) and dtype != target.dtype:
+        target = Target(copy.deepcopy(target.base).to(dtype), check=False)
+    head = ExitHead(target, "timed", exit_config, build_adapter(target, exit_config))
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
-    found = pass_costs(EarlyExitModel(target, {exit_head.name: exit_head}), COST_ROUNDS, (context,))[str(context)]
+    found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
     rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
-    return Costs(round(found["draft_step_over_pass"], 4), rows)
+    return Costs(round(found["draft_step_over_pass"], 4), rows, target.dtype in (torch.bfloat16, torch.float16))
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
