@@ -19,31 +19,35 @@ def render(results: dict[str, Any], source: str) -> str:
     lines = [
         f"SmolLM2-135M-Instruct, greedy, {settings['new_tokens']} new tokens, {summary['num_questions']} questions of "
         f"Spec-Bench's development half, {settings['dtype'].removeprefix('torch.')}, {settings['threads']} thread of "
-        f"{where['device']}, decoding time without prefill; texts identical to plain decoding: "
-        f"{summary['identical']} of {summary['num_questions']}, to transformers' generate: "
-        f"{summary['same_as_transformers']}.",
+        f"{where['device']}, decoding time without prefill. Texts of the default settings identical to plain decoding "
+        f"in the same settings: {summary['default']['same_text']} of {summary['num_questions']}.",
         "",
-        "| method | tok/s | over plain decoding | over transformers' generate | tau | acceptance rate |",
-        "|---|---|---|---|---|---|",
-        f"| transformers' generate | {summary['transformers']['tokens_per_second']:.1f} | | 1 | | |",
+        "| method | tok/s | over plain decoding | over transformers' generate | tau | acceptance rate "
+        "| text as expected |",
+        "|---|---|---|---|---|---|---|",
+        f"| transformers' generate | {summary['transformers']['tokens_per_second']:.1f} | | 1 | | | |",
     ]
     held = [row["default"]["accepted_histogram"] for row in results["rows"] if "default" in row]
     most = max(map(len, held), default=1) - 1
     names = {
-        "ar": "selfspec, plain decoding",
+        "ar": "selfspec, plain decoding, one row at a time",
+        "ar_default": "selfspec, plain decoding in the default settings",
         "default": f"**selfspec, default settings of that commit** (at most {most} drafted)",
     }
     for name in settings["methods"]:
         row = summary[name]
-        drafted = f"{row['tau']:.2f} | {row['acceptance_rate']:.2f}" if name != "ar" else " | "
-        label = names.get(name, f"selfspec, at most {name.removeprefix('k=')} drafted")
+        drafted = f"{row['tau']:.2f} | {row['acceptance_rate']:.2f}" if not name.startswith("ar") else " | "
+        label = names.get(name, f"selfspec, at most {name.removeprefix('k=')} drafted, fast mode")
         lines.append(
             f"| {label} | {row['tokens_per_second']:.1f} | {row['over_ar']:.2f} | {row['over_transformers']:.2f} "
-            f"| {drafted} |"
+            f"| {drafted} | {row['same_text']} |"
         )
     plain = [f"{context} tokens of context {row['ratio']:.2f}" for context, row in results["plain_decoding"].items()]
     lines += [
         "",
+        "Expected is the text of plain decoding: one row at a time for fast mode, where only float32 promises the same "
+        f"text, and in the same settings for the default. transformers' generate gave the text of "
+        f"{summary['same_as_transformers']} of {summary['num_questions']}. "
         f"Plain decoding over transformers' generate at {', '.join(plain)}. "
         f"Source: [{source}]({source}), commit {str(where['commit'])[:9]}, {where['date'][:10]}.",
     ]

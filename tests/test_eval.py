@@ -28,7 +28,9 @@ def row(category: str, **methods: Any) -> dict[str, Any]:
         name: {"tokens": t, "seconds": s, "num_cycles": c, "num_drafted": 2 * c, "num_accepted": t - c}
         for name, (t, s, c) in methods.items()
     }
-    return {"category": category, "identical": True, "same_as_transformers": True, **held}
+    for values in held.values():
+        values["same_text"] = True
+    return {"category": category, "same_as_transformers": True, **held}
 
 
 def test_summary_divides_sums_by_sums():
@@ -44,6 +46,7 @@ def test_summary_divides_sums_by_sums():
     assert summary["default"]["over_transformers"] == 2
     assert summary["default"]["tau"] == 40 / 25
     assert summary["default"]["acceptance_rate"] == 15 / 50
+    assert summary["default"]["same_text"] == 2
 
 
 def test_the_clock_leaves_the_prompt_and_the_first_token_out(monkeypatch):
