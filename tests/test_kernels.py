@@ -43,12 +43,16 @@ def test_packed_products_are_the_plain_ones(dtype: torch.dtype, with_bias: bool,
 
 @needs_half
 def test_a_row_in_half_precision_knows_neither_its_index_nor_its_neighbours() -> None:
-    """At 3 to 130 rows every row comes to the same bits; one and two rows are summed in another order."""
-    x, weight, _ = problem(torch.bfloat16, 65, inputs=576, outputs=96)
+    """From 3 rows on every row comes to the same bits; one and two rows are summed in another order.
+
+    Sums that differ in the last bit of float32 seldom differ in bfloat16: hence so many outputs, at counts that leave
+    FBGEMM one or two rows over and at some that do not.
+    """
+    x, weight, _ = problem(torch.bfloat16, 64, inputs=576, outputs=8192)
     rows, packed = x.flatten(0, 1), dispatch.pack(weight)
     assert packed is not None
     alone = torch.cat([packed(rows[i : i + 1].expand(3, -1), None)[:1] for i in range(len(rows))])
-    for count in range(3, len(rows) + 1):
+    for count in (3, 4, 5, 6, 7, 8, 13, 14, 16, 31, 32, 37, 38, 61, 62, 64, 85, 86, 127, 128):
         assert torch.equal(packed(rows[:count], None), alone[:count]), count
 
 
