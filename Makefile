@@ -14,12 +14,14 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 PACKAGING := pyproject.toml setup.cfg constraints.txt
 TYPES := build/types/selfspec
 
+PROMPT ?= Write a Python function that checks whether a number is prime.
+
 .PHONY: demo test test-all lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-demo
 	@echo "==> selfspec generate --compare: the same prompt with and without speculation"
-	$(BIN)/selfspec generate --compare "What is a KV cache?" --max-new-tokens 64
+	$(BIN)/selfspec generate --compare "$(PROMPT)" --max-new-tokens 64
 
 test: export OMP_NUM_THREADS = 1
 test: lint
