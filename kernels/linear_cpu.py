@@ -46,8 +46,8 @@ def has_bfloat16() -> bool:
 @functools.cache
 def has_half() -> bool:
     """Whether bfloat16 products gain from the half-precision copy on this machine."""
-    is_built = "fbgemm" in torch.backends.quantized.supported_engines
-    return IS_X86 and is_built and hasattr(torch.ops.quantized, "linear_dynamic_fp16") and not has_bfloat16()
+    is_fbgemm = torch.backends.quantized.engine in ("x86", "fbgemm")
+    return IS_X86 and is_fbgemm and hasattr(torch.ops.quantized, "linear_dynamic_fp16") and not has_bfloat16()
 
 
 def profits_from_packing(x: Tensor, weight: Tensor) -> bool:
@@ -92,7 +92,7 @@ def _half(weight: Tensor) -> Product | None:
         if count > HALF_TILE and count % HALF_TILE in (1, 2):
             # FBGEMM sums a tile of one or two rows in another order: no tile may be left with so few of many rows,
             # or a row's value would depend on its index
-            rows = rows.view(count, -1)
+            rows = rows.reshape(count, -1)
             y = multiply(torch.nn.functional.pad(rows, (0, 0, 0, 3 - count % HALF_TILE)), packed)[:count]
             y = y.view(*x.shape[:-1], -1)
         else:

@@ -41,6 +41,11 @@ def exact_width(draft_len: int) -> int:
     raise ValueError(f"draft_len must be at most {EXACT_WIDTHS[-1] - 1}, got {draft_len}")
 
 
+def is_exact_by_default(dtype: torch.dtype) -> bool:
+    """Whether exact mode is on unless switched off: in half precision, where rounding depends on the row width."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
 @dataclass
 class DecodeState:
     """One sequence being decoded: its tokens, the shared cache, and what the next cycle needs."""

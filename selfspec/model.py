@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import settings
 from selfspec.cache import KVCache
-from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, decode, exact_width
+from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, decode, exact_width, is_exact_by_default
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exits import ExitHead
 from selfspec.pretrained import load_target_model
@@ -206,7 +206,7 @@ class EarlyExitModel:
     ) -> "Stream":
         """A stream of resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
         drafter, draft_len = self._drafter(options)
-        exact = options.exact if options.exact is not None else self.target.dtype in (torch.bfloat16, torch.float16)
+        exact = is_exact_by_default(self.target.dtype) if options.exact is None else options.exact
         width = self._exact_width(draft_len) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)

@@ -41,6 +41,17 @@ def test_packed_products_are_the_plain_ones(dtype: torch.dtype, with_bias: bool,
     assert error <= 2 * plain
 
 
+@pytest.mark.parametrize("dtype", LAYOUTS)
+@pytest.mark.parametrize("rows", [3, 4, 7])  # 6, 8 and 14 in all: a whole tile, two rows over, two rows over
+def test_rows_may_lie_anywhere_in_memory(dtype: torch.dtype, rows: int) -> None:
+    x, weight, _ = problem(dtype, rows)
+    packed = dispatch.pack(weight)
+    assert packed is not None
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not turned.is_contiguous()
+    assert torch.equal(packed(turned, None), packed(x, None))
+
+
 @needs_half
 def test_a_row_in_half_precision_knows_neither_its_index_nor_its_neighbours() -> None:
     """From 3 rows on every row comes to the same bits; one and two rows are summed in another order.

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.costs import NUM_ROWS, pass_costs
+from selfspec.decode import is_exact_by_default
 from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model, resolve_dtype
@@ -131,7 +132,10 @@ def train_on_rows(
 
 
 def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
-    """Time passes and a draft step on this machine as decoding runs them by default; the weights do not matter."""
+    """Time passes and a draft step on this machine, in the dtype that decodes by default; the weights do not matter.
+
+    The draft step is timed unpadded; exact mode adds a little to it.
+    """
     dtype = resolve_dtype(None, target.device)
     if isinstance(dtype, torch.dtype) and dtype != target.dtype:
         target = Target(copy.deepcopy(target.base).to(dtype), check=False)
@@ -139,7 +143,7 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
     found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
     rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
-    return Costs(round(found["draft_step_over_pass"], 4), rows, target.dtype in (torch.bfloat16, torch.float16))
+    return Costs(round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype))
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
