@@ -179,7 +179,11 @@ class EarlyExitModel:
         new = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
         return GenerateOutput(torch.cat([input_ids, new], dim=1), stream.stats)
 
-    def stream(
+    def stream(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> "Stream":
+        """`generate` as an iterator of `Emission`s, one a cycle; settings are checked here, work starts with `next`."""
+        return Stream(self, *self.prepare(input_ids, *args, **kwargs))
+
+    def prepare(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
@@ -187,24 +191,27 @@ class EarlyExitModel:
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
-    ) -> "Stream":
-        """`generate` as an iterator of `Emission`s, one a cycle; settings are checked here, work starts with `next`."""
+    ) -> tuple[Drafter, DecodeState]:
+        """The drafter and the state that `generate` would decode with; arguments as there, all checked.
+
+        For research: wrap or replace either, and run them with `Stream` or `decode`.
+        """
         options = settings.DecodeOptions.from_kwargs(kwargs)
         prompt = settings.read_prompt(input_ids, attention_mask)
         generation = settings.resolve_generation(self.base, generation_config, kwargs, prompt)
         processors = settings.processors(self.base, generation, logits_processor, prompt)
         criteria = settings.criteria(generation, stopping_criteria, self.tokenizer)
-        return self._stream(prompt, generation, processors, criteria, options)
+        return self._prepare(prompt, generation, processors, criteria, options)
 
-    def _stream(
+    def _prepare(
         self,
         prompt: "settings.Prompt",
         generation: GenerationConfig,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         options: "settings.DecodeOptions",
-    ) -> "Stream":
-        """A stream of resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
+    ) -> tuple[Drafter, DecodeState]:
+        """From resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
         drafter, draft_len = self._drafter(options)
         exact = is_exact_by_default(self.target.dtype) if options.exact is None else options.exact
         width = self._exact_width(draft_len) if exact else None
@@ -224,7 +231,7 @@ class EarlyExitModel:
             processors=before,
             is_stopped=settings.stop_rule(criteria, prompt, self.target.device),
         )
-        return Stream(self, drafter, state)
+        return drafter, state
 
     def _drafter(self, options: "settings.DecodeOptions") -> tuple[Drafter, int]:
         head = self._exit(options)
@@ -290,7 +297,7 @@ class EarlyExitModel:
         options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed)
         prompt = settings.read_prompt(input_ids, attention_mask)
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
-        stream = self._stream(prompt, generation_config, processors, criteria, options)
+        stream = Stream(self, *self._prepare(prompt, generation_config, processors, criteria, options))
         new = [token for emission in stream for token in emission.tokens]
         return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
 

@@ -10,13 +10,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.cache import KVCache
+from selfspec.config import config_names
 from selfspec.decode import DecodeState, decode
 from selfspec.drafter import ChainDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.target import Target
 from selfspec.training import kept_states
 from selfspec.training.confidence import fit_logistic
-from selfspec.training.config import TrainConfig, config_names, load_train_config
+from selfspec.training.config import TrainConfig, load_train_config
 from selfspec.training.data import Row
 from selfspec.training.kept_states import collect_cached
 from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
@@ -318,8 +319,8 @@ def test_split_is_by_prompt_and_stable() -> None:
 
 
 def test_every_packaged_config_loads() -> None:
-    assert {"smollm2-135m", "tiny"} <= set(config_names())
-    for name in config_names():
+    assert {"smollm2-135m", "tiny"} <= set(config_names("train"))
+    for name in config_names("train"):
         load_train_config(name)
 
 

@@ -1,14 +1,10 @@
 """Settings of one training run: a YAML file (by path, or by bare name from configs/train) and dotted overrides."""
 
-import difflib
-import importlib.resources
 import os
-from pathlib import Path
-from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from selfspec.config import load_config
 from selfspec.exits import ExitConfig
 from selfspec.storage import NAME
 
@@ -75,71 +71,5 @@ class TrainConfig(BaseModel):
 
 
 def load_train_config(source: str | os.PathLike[str] | None = None, overrides: list[str] | None = None) -> TrainConfig:
-    """Read a YAML file (path or bare name), apply ``key.key=value`` overrides (values are YAML), check everything.
-
-    Raises FileNotFoundError naming the bare names there are, ValueError naming each wrong key or value.
-    """
-    values = {} if source is None else _read(source)
-    for override in overrides or []:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ValueError(f"override {override!r} is not of the form key=value")
-        place = values
-        *parents, last = key.split(".")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"override {override!r}: {parent} is no group of settings")
-        place[last] = _number(_parse(text, f"override {override!r}"))
-    try:
-        return TrainConfig(**values)
-    except ValidationError as error:
-        raise ValueError("; ".join(_explain(problem) for problem in error.errors())) from None
-
-
-def config_names() -> list[str]:
-    """Bare names of the configs that come with the package."""
-    return sorted(p.name.removesuffix(".yaml") for p in _packaged().iterdir() if p.name.endswith(".yaml"))
-
-
-def _packaged() -> Any:
-    return importlib.resources.files("selfspec.configs") / "train"
-
-
-def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
-    path: Any = Path(source)
-    if not path.is_file():
-        path = _packaged() / f"{source}.yaml"
-    if not path.is_file():
-        names = ", ".join(config_names())
-        raise FileNotFoundError(f"no training config {str(source)!r}: pass a file or one of {names}")
-    values = _parse(path.read_text(encoding="utf-8"), str(source)) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{source}: expected settings, got {type(values).__name__}")
-    return values
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from error
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 (without a dot) as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _explain(problem: Any) -> str:
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] != "extra_forbidden":
-        return f"{key}: {problem['msg']} (got {problem['input']!r})"
-    fields = (DataConfig if problem["loc"][0] == "data" else TrainConfig).model_fields
-    close = difflib.get_close_matches(str(problem["loc"][-1]), fields, n=1)
-    return f"unknown setting {key!r}" + (f", did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}")
+    """The settings of a training run; see `load_config`."""
+    return load_config(TrainConfig, "train", source, overrides or [])

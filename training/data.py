@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +23,8 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 from transformers import PreTrainedTokenizerBase
+
+from selfspec.files import read_jsonl, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +52,6 @@ class Prompt:
 
     messages: list[Message]
     category: str = ""
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", object) for each line that is not blank; raise ValueError naming the line otherwise."""
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            where = f"{path}:{number}"
-            try:
-                line = raw.decode("utf-8").strip()
-                record = json.loads(line) if line else None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 (byte {error.start} of the line)") from error
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: bad JSON, {error.msg} at column {error.colno}") from error
-            if not line:
-                continue
-            if not isinstance(record, dict):
-                raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
-            yield where, record
 
 
 def num_rows_for(sizes: Sequence[int], num_tokens: int) -> int:
@@ -170,19 +153,6 @@ def load_shards(folder: str | os.PathLike[str]) -> list[Row]:
     if not rows:
         raise ValueError(f"{folder}: no rows yet")
     return rows
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write and fsync a temporary sibling, then rename it over path: readers see the old file or the new, whole one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _rows_of_shard(shard: dict[str, np.ndarray]) -> list[Row]:

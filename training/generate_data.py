@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
+from selfspec.files import write_atomically
 from selfspec.training.data import (
     FORMAT_VERSION,
     Prompt,
@@ -32,7 +33,6 @@ from selfspec.training.data import (
     prompt_ids,
     read_manifest,
     read_prompts,
-    write_atomically,
     write_shard,
 )
 

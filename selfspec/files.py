@@ -1,0 +1,39 @@
+"""Files read line by line with their errors named, and files that are never seen half-written."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("file:line", object) for each line that is not blank; raise ValueError naming the line otherwise."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path}:{number}"
+            try:
+                line = raw.decode("utf-8").strip()
+                record = json.loads(line) if line else None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 (byte {error.start} of the line)") from error
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: bad JSON, {error.msg} at column {error.colno}") from error
+            if not line:
+                continue
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
+            yield where, record
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write and fsync a temporary sibling, then rename it over path: readers see the old file or the new, whole one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
