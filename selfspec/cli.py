@@ -146,6 +146,59 @@ def train_exits(
         fail(error)
 
 
+@app.command("eval")
+def evaluate(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings that override the config.")] = None,
+    config: Annotated[str, typer.Option(help="Name of a shipped config or path of a YAML file.")] = "quick",
+    limit: Annotated[int | None, typer.Option(help="Questions of each category.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Two questions of each category, 32 tokens: some five minutes on two cores."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Measure speed and losslessness of this engine and its peers on the same prompts."""
+    try:
+        from selfspec.eval.config import load_eval_config
+        from selfspec.eval.report import print_summary
+        from selfspec.eval.run import evaluate as run
+
+        given = [] if limit is None else [f"limit={limit}"]
+        short = ["limit=2", "max_new_tokens=32"] if quick else []
+        settings = load_eval_config(config, [*short, *(overrides or []), *given])
+        results = run(settings)
+        if as_json:
+            typer.echo(json.dumps({key: held for key, held in results.items() if key != "rows"}))
+        else:
+            print_summary(results, Console(highlight=False))
+            typer.echo(f"written to {Path(settings.output) / 'results.json'}; selfspec report makes a page of it")
+    except KeyboardInterrupt:
+        typer.echo("selfspec: interrupted; the same command goes on where it stopped", err=True)
+        raise SystemExit(130) from None
+    except MISTAKES as error:
+        fail(error)
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="results.json of one or more runs.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of report.html, report.md and plots; beside the first results.")
+    ] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="Also put the table between the markers of this Markdown file.")
+    ] = None,
+) -> None:
+    """Make an HTML page, plots and a Markdown table of evaluation results."""
+    try:
+        from selfspec.eval.report import write_report
+
+        page = write_report(results, output or results[0].parent, readme)
+        typer.echo(f"report written to {page}")
+    except MISTAKES as error:
+        fail(error)
+
+
 @app.command()
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show versions, device, default model, shipped exits and the kernels that would run."""
