@@ -96,8 +96,21 @@ def details(results: Results, method: str = "selfspec") -> str:
         rate = "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
         cells = [category, f"{row['tokens_per_second']:.1f}", _ratio(row, "speedup"), f"{row['tau']:.2f}", rate]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *_cycle_line(method, results["summary"][method])]
     engine = results.get("engine")
     return "\n".join([*lines, *(["", *_engine_lines(engine)] if engine else [])])
+
+
+def _cycle_line(method: str, row: dict[str, Any]) -> list[str]:
+    if row["speedup_model"] is None:
+        return []
+    parts, drafted = row["breakdown"], row["mean_drafted"]
+    return [
+        f"A cycle of {method} in steps of plain decoding: drafting {parts['draft']:.3f} ({drafted:.2f} drafts at "
+        f"{parts['draft'] / drafted:.3f}, the last token's own shallow layers included), verifying "
+        f"{parts['verify']:.3f}, the rest {parts['overhead']:.3f}. tau {row['tau']:.2f} over that sum is the speed; "
+        f"with plain decoding's rest it would be {row['speedup_model']:.2f}."
+    ]
 
 
 def _engine_lines(engine: dict[str, Any]) -> list[str]:

@@ -63,7 +63,21 @@ def summarise_group(rows: Sequence[Row], is_ar: Mapping[str, bool], config: Eval
             **_losslessness(own),
             "peak_bytes": max((r["peak_bytes"] for r in own if r.get("peak_bytes")), default=None),
         }
+    for figures in found.values():
+        figures["speedup_model"] = _model(figures, found[AR])
     return found
+
+
+def _model(figures: Row, plain: Row) -> float | None:
+    """tau / (k c + v + o), drafting and verifying as measured in place, o as plain decoding has it.
+
+    What a speed falls short of it is lost around the cycle: in the loop, or in what the parts do to each other.
+    """
+    parts, base = figures["breakdown"], plain["breakdown"]
+    if not figures["mean_drafted"] or base is None:
+        return None
+    modelled: float = figures["tau"] / (parts["draft"] + parts["verify"] + base["overhead"])
+    return modelled
 
 
 def notes(by_temperature: Mapping[str, Mapping[str, Row]], is_ar: Mapping[str, bool], num_failures: int) -> list[str]:

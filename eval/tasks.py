@@ -53,7 +53,7 @@ def load_questions(entry: str, limit: int | None = None, max_turns: int = 1) -> 
     task = TASKS.get(name, Task())
     counts: Counter[str] = Counter()
     questions = []
-    for number, (where, record) in enumerate(_records(name, task, source)):
+    for number, (where, record) in enumerate(_records(name, task, source), 1):
         question = _question(name, task, where, record, number, max_turns)
         counts[question.category] += 1
         if limit is None or counts[question.category] <= limit:
