@@ -11,6 +11,7 @@ from typing import Any
 
 from selfspec.files import write_atomically
 
+FORMAT_VERSION = 1
 JOURNAL, RESULTS = "journal.jsonl", "results.json"
 
 

@@ -18,7 +18,7 @@ from selfspec.costs import pass_costs
 from selfspec.eval.config import EvalConfig, MethodSpec
 from selfspec.eval.contexts import plain_decoding
 from selfspec.eval.engine import AR, Engine, ar_wide, wide_name
-from selfspec.eval.journal import Journal
+from selfspec.eval.journal import FORMAT_VERSION, Journal
 from selfspec.eval.measure import Clock, Method, SkippedMethodError
 from selfspec.eval.methods import DEFAULT, METHODS
 from selfspec.eval.runner import Runner
@@ -56,6 +56,7 @@ def evaluate(config: EvalConfig, clock: Clock = time.perf_counter) -> dict[str, 
                 bar.advance(task)
     rows = journal.rows
     results = {
+        "format_version": FORMAT_VERSION,
         "settings": {**config.model_dump(mode="json"), "methods": [spec.model_dump(mode="json") for spec in specs],
                      "dtype": str(model.target.dtype).removeprefix("torch."), "model_name": model.target.name,
                      "exit": model.default_exit and model.default_exit.name},

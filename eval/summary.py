@@ -13,6 +13,7 @@ from selfspec.eval.config import EvalConfig
 from selfspec.eval.engine import AR
 
 Row = dict[str, Any]
+PEER = "transformers"  # its generate as it comes
 SLOW = 1.05  # plain decoding of others this much faster than ours is said so
 
 
@@ -58,6 +59,7 @@ def summarise_group(rows: Sequence[Row], is_ar: Mapping[str, bool], config: Eval
             "prefill_seconds": median(r["prefill_seconds"] for r in own) if own else None,
             **_ratio(good[name], good[AR], "speedup", config),
             **_ratio(good[name], good[best], "speedup_over_best_ar", config),
+            **_ratio(good[name], good.get(PEER, {}), "speedup_over_transformers", config),
             "best_ar": best,
             **_cycles(own, speed[AR]),
             **_losslessness(own),

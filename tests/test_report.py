@@ -43,6 +43,7 @@ def results(tmp_path) -> Path:
         ]
     config = EvalConfig()
     found = {
+        "format_version": 1,
         "settings": {**config.model_dump(mode="json"), "methods": [], "model_name": "m<b>", "dtype": "float32"},
         **summarise(rows, {"ar": True, "selfspec": False, "bad": False}, config),
         "skipped": {"peer": "no <i>compiler</i>"},
@@ -85,7 +86,7 @@ def test_the_table_goes_between_the_markers_of_a_readme(results, tmp_path):
     assert text.startswith("a\n")
     assert text.endswith("\nb\n")
     assert "old" not in text
-    assert "| selfspec | 2.0 | 2.00 (2.00-2.00) |" in text
+    assert "| selfspec | 2.0 | 2.00 (2.00-2.00) |  |" in text
     readme.write_text("no markers")
     failed = CliRunner().invoke(app, command)
     assert failed.exit_code == 2
