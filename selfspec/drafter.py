@@ -5,6 +5,7 @@ fit alike. It may run layers [0, N) of the target over the shared cache; the ver
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -33,6 +34,15 @@ class Drafter(Protocol):
     def propose(self, state: "DecodeState") -> Draft:
         """Draft for the tokens behind ``state``'s last one; an empty draft makes the cycle an ordinary step."""
         ...
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One drafted token."""
+
+    token: int
+    logits: Tensor  # [V_d], the exit's own
+    probs: Tensor  # [V_d], q as drawn from
 
 
 class NoDrafter:
@@ -75,14 +85,12 @@ class ChainDrafter:
             survival *= self.exit_head.chance(normed) if self.min_confidence > 0 else 1.0
             if survival < self.min_confidence:
                 break
-            logits = self.exit_head.logits(normed)  # [V_d]
-            if not bool(torch.isfinite(logits.amax())):
-                self.is_broken = True
+            guess = self.guess(normed, state, tokens)
+            if guess is None:
                 break
-            q = self._distribution(logits, state, tokens)
-            tokens.append(self._draw(q, state, len(state.tokens) + step))
+            tokens.append(guess.token)
             if state.rule == "rejection":
-                probs.append(self.exit_head.widen(q, self.target.vocab_size))
+                probs.append(self.exit_head.widen(guess.probs, self.target.vocab_size))
             taps.append(self._tap(state, tokens[-1], step + 1))  # the last one buys the bonus token
             if tokens[-1] in state.eos_ids:
                 break
@@ -92,6 +100,15 @@ class ChainDrafter:
             probs=torch.stack(probs)[None] if probs else None,
             taps=torch.cat(taps, dim=1),
         )
+
+    def guess(self, normed: Tensor, state: "DecodeState", drafted: list[int]) -> Guess | None:
+        """The token behind ``drafted`` ones, from ``normed`` [1, 1, D]; None, for good, where logits are not finite."""
+        logits = self.exit_head.logits(normed)  # [V_d]
+        self.is_broken = not bool(torch.isfinite(logits.amax()))
+        if self.is_broken:
+            return None
+        q = self._distribution(logits, state, drafted)
+        return Guess(self._draw(q, state, len(state.tokens) + len(drafted)), logits, q)
 
     def _tap(self, state: "DecodeState", token: int, offset: int) -> Tensor:
         ids = torch.tensor([[token]], device=state.device)
