@@ -11,10 +11,10 @@ from rich.text import Text
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from selfspec.detokenizer import Detokenizer
 from selfspec.model import EarlyExitModel, Stream
 from selfspec.stats import DecodeStats
 
-CONTEXT_TOKENS = 8  # printed tokens that the next one is decoded behind
 COMPARE_ROUNDS = 3  # interleaved runs of each method; the median counts
 
 
@@ -81,30 +81,17 @@ def _stream(
 
 
 class Writer:
-    """Prints tokens as text, accepted drafts in a second colour, never half a character.
-
-    A token's text may depend on the one before it, so each is decoded behind the last few that are printed already.
-    """
+    """Prints tokens as text, accepted drafts in a second colour, never half a character."""
 
     def __init__(self, model: EarlyExitModel, console: Console) -> None:
         assert model.tokenizer is not None
-        self._tokenizer, self._console = model.tokenizer, console
-        self._printed: list[int] = []  # the last tokens that are on the screen
-        self._pending: list[int] = []  # bytes of a character that is not complete yet
+        self._pieces, self._console = Detokenizer(model.tokenizer), console
 
     def put(self, token: int, is_drafted: bool) -> None:
-        self._pending.append(token)
-        text = self._text()
-        if not text.endswith("\ufffd"):
-            self._show(text, is_drafted)
-            self._printed, self._pending = [*self._printed, *self._pending][-CONTEXT_TOKENS:], []
+        self._show(self._pieces.put(token), is_drafted)
 
     def close(self) -> None:
-        self._show(self._text() + "\n", False)
-
-    def _text(self) -> str:
-        before = self._tokenizer.decode(self._printed, skip_special_tokens=True)
-        return str(self._tokenizer.decode([*self._printed, *self._pending], skip_special_tokens=True))[len(before) :]
+        self._show(self._pieces.rest() + "\n", False)
 
     def _show(self, text: str, is_drafted: bool) -> None:
         if self._console.is_terminal:
