@@ -28,7 +28,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write and fsync a temporary sibling, then rename it over path: readers see the old file or the new, whole one."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -37,3 +37,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError, in one line, where `write_atomically` could not write ``path``: no such folder, no permission."""
+    if path.is_dir():
+        raise OSError(f"cannot write {path}: it is a folder")
+    try:
+        _temporary(path).touch()
+        _temporary(path).unlink()
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
