@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from selfspec.files import check_writable, write_atomically
+
 app = typer.Typer(
     help="Faster generation, not a token changed: a model drafts with its first layers, verifies with the rest.\n\n"
     "Losslessness: L1 emitted tokens follow the target's distribution exactly; L2 fp32 text equals plain decoding. "
@@ -45,39 +47,56 @@ def fail(message: object) -> NoReturn:
     raise SystemExit(2)
 
 
+PromptArgument = Annotated[str | None, typer.Argument(help="The question; from --prompt-file or stdin if not given.")]
+PromptFile = Annotated[Path | None, typer.Option(help="Read the prompt from a file.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")]
+Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M-Instruct if not given.")]
+Revision = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
+Exits = Annotated[str | None, typer.Option(help="Folder or hub id of exits, or layers for untrained ones, as in 4,8.")]
+ExitName = Annotated[str | None, typer.Option("--exit", help="Name of the exit to draft from.")]
+AllowBaseMismatch = Annotated[
+    bool, typer.Option("--allow-base-mismatch", help="Use exits trained for other weights; still lossless.")
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Length limit of the answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 is off.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text, with and without drafting.")]
+DraftLen = Annotated[int | None, typer.Option(help="Largest number of drafted tokens a cycle.")]
+MinConfidence = Annotated[
+    float | None, typer.Option(help="Draft no further below this chance that all drafts stand; 0 is off.")
+]
+AcceptanceRule = Annotated[Acceptance, typer.Option(help="Acceptance rule when sampling.")]
+Exact = Annotated[
+    bool | None, typer.Option("--exact/--no-exact", help="Bit-exact mode (L3); default: on in bf16 and fp16.")
+]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: what is fast here.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
+
+
 @app.command()
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The question; from --prompt-file or stdin if not given.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M-Instruct if not given.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
-    exits: Annotated[
-        str | None, typer.Option(help="Folder or hub id of exits, or layers for untrained ones, as in 4,8.")
-    ] = None,
-    exit_name: Annotated[str | None, typer.Option("--exit", help="Name of the exit to draft from.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Length limit of the answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text, with and without drafting.")] = None,
-    draft_len: Annotated[int | None, typer.Option(help="Largest number of drafted tokens a cycle.")] = None,
-    min_confidence: Annotated[
-        float | None, typer.Option(help="Draft no further below this chance that all drafts stand; 0 is off.")
-    ] = None,
+    prompt: PromptArgument = None,
+    model: Model = None,
+    revision: Revision = None,
+    exits: Exits = None,
+    exit_name: ExitName = None,
+    prompt_file: PromptFile = None,
+    raw: Raw = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    draft_len: DraftLen = None,
+    min_confidence: MinConfidence = None,
     draft: Annotated[Draft | None, typer.Option(help="Form of drafting; off is ordinary decoding.")] = None,
-    acceptance: Annotated[Acceptance, typer.Option(help="Acceptance rule when sampling.")] = Acceptance.coupled,
-    exact: Annotated[
-        bool | None, typer.Option("--exact/--no-exact", help="Bit-exact mode (L3); default: on in bf16 and fp16.")
-    ] = None,
+    acceptance: AcceptanceRule = Acceptance.coupled,
+    exact: Exact = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut the start of a prompt that is too long.")] = False,
-    allow_base_mismatch: Annotated[
-        bool, typer.Option("--allow-base-mismatch", help="Use exits trained for other weights; still lossless.")
-    ] = False,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: what is fast here.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    allow_base_mismatch: AllowBaseMismatch = False,
+    dtype: Dtype = None,
+    device: Device = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run without drafting: speedup and identity.")
     ] = False,
@@ -102,6 +121,56 @@ def generate(
         fail(error)
 
 
+@app.command()
+def trace(
+    prompt: PromptArgument = None,
+    output: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("trace.html"),
+    model: Model = None,
+    revision: Revision = None,
+    exits: Exits = None,
+    exit_name: ExitName = None,
+    prompt_file: PromptFile = None,
+    raw: Raw = False,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    draft_len: DraftLen = None,
+    min_confidence: MinConfidence = None,
+    acceptance: AcceptanceRule = Acceptance.coupled,
+    exact: Exact = None,
+    allow_base_mismatch: AllowBaseMismatch = False,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Write an HTML page that shows what became of every token of one answer."""
+    try:
+        check_writable(output)
+        text = _read_prompt(prompt, prompt_file)
+        from selfspec import cli_generate
+        from selfspec.eval.trace import record
+        from selfspec.eval.trace_page import render
+
+        loaded = cli_generate.load(model, revision, _exits(exits), dtype, device, allow_base_mismatch)
+        ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate=False)
+        found = record(
+            loaded, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+            draft_len=draft_len, min_confidence=min_confidence, acceptance=acceptance.value, exact=exact,
+            exit=exit_name,
+        )  # fmt: skip
+        assert loaded.tokenizer is not None
+        write_atomically(output, render(found, text, loaded.tokenizer).encode())
+        stats = found.stats
+        typer.echo(
+            f"{output}: {stats.num_tokens} tokens, tau {stats.tau:.2f}, acceptance rate {stats.acceptance_rate:.2f}"
+        )
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except MISTAKES as error:
+        fail(error)
+
+
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
@@ -112,7 +181,7 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
             raise ValueError(f"{prompt_file}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     elif prompt is None:
         if sys.stdin.isatty():
-            raise ValueError('no prompt: selfspec generate "What is a KV cache?", --prompt-file FILE, or pipe it in')
+            raise ValueError('no prompt: give one ("What is a KV cache?"), --prompt-file FILE, or pipe it in')
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise ValueError("the prompt is empty")

@@ -19,8 +19,10 @@ def run(code: str, cwd: Path) -> str:
 
 
 def expected_files(root: Path) -> set[str]:
-    """Names inside the wheel of everything that must be in it: all modules, all configs, the shipped exits."""
-    modules = {path for folder in CODE_FOLDERS for path in (root / folder).rglob("*.py")}
+    """Names inside the wheel of everything that must be in it: modules, templates, configs, the shipped exits."""
+    modules = {
+        path for folder in CODE_FOLDERS for kind in ("py", "html") for path in (root / folder).rglob(f"*.{kind}")
+    }
     exits = {path for path in (root / "selfspec" / "exits_data").rglob("*") if path.is_file()}
     names = {path.relative_to(root).as_posix() for path in modules | exits | set((root / "configs").rglob("*.yaml"))}
     return {name if name.startswith("selfspec/") else f"selfspec/{name}" for name in names} | {"selfspec/py.typed"}
