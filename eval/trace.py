@@ -84,7 +84,7 @@ class Cycle:
 
     position: int  # of its first token, in prompt and text together
     proposals: list[Proposal]  # [K]
-    num_accepted: int  # proposals that were emitted, the first ones
+    num_accepted: int  # proposals that were emitted, the first ones; a stop string may cut off others that stood
     tokens: list[Token]
 
 
@@ -176,7 +176,7 @@ def _cycle(emission: Emission, state: RecordingState, drafter: Drafter) -> Cycle
         Token("accepted" if i < emission.num_accepted else own, Opinion.of(state.logits[i], None, token))
         for i, token in enumerate(emission.tokens)
     ]
-    if own == "recovered":
+    if tokens[-1].fate == "recovered":  # a stop string may have cut it off
         place = emission.num_accepted
         refused = Opinion.of(state.logits[place], None, proposals[place].token).chosen
         tokens[place] = replace(tokens[place], refused=refused)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 from typer.testing import CliRunner
 
 from selfspec import EarlyExitModel, cli_generate
@@ -133,6 +134,24 @@ def test_opinions_are_those_of_the_row_that_gave_the_token(model, name, monkeypa
     assert all(p.confidence == expected for c in found.cycles for p in c.proposals)
     mutate(monkeypatch, trace._cycle, "state.logits[i]", "state.logits[-1]")  # planted: another row's opinion
     assert not is_aligned(traced(model, exit=name))
+
+
+class StopAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((1,), input_ids.shape[1] >= self.length)
+
+
+def test_a_cycle_cut_by_a_stop_keeps_what_was_emitted(model):
+    """The cut falls behind each token of the first cycle that accepts two drafts or more."""
+    long = next(c for c in traced(model).cycles if c.num_accepted >= 2)
+    for kept in range(1, len(long.tokens) + 1):
+        found = traced(model, stopping_criteria=StoppingCriteriaList([StopAt(long.position + kept)]))
+        assert found.cycles[-1].tokens == long.tokens[:kept]
+        assert found.cycles[-1].num_accepted == min(kept, long.num_accepted)
+        trace_page.render(found, "hi", Tokenizer())
 
 
 def test_without_drafting_all_is_plain(model):
