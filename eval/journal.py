@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from selfspec.files import write_atomically
+from selfspec.files import check_writable, write_atomically
 
 FORMAT_VERSION = 1
 JOURNAL, RESULTS = "journal.jsonl", "results.json"
@@ -22,8 +22,7 @@ class Journal:
         if (folder / RESULTS).exists():
             raise ValueError(f"{folder / RESULTS} holds a finished run; choose another output, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder}: no permission to write there")
+        check_writable(folder / JOURNAL)
         self._folder, self._path = folder, folder / JOURNAL
         self.rows: list[dict[str, Any]] = []
         self.done: set[str] = set()

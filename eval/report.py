@@ -94,8 +94,9 @@ def markdown(results: Results, source: str) -> str:
     return "\n".join(lines).strip()
 
 
-def details(results: Results, method: str = "selfspec") -> str:
-    """Markdown of one method by category, and of what the parts of a cycle cost by context where that was measured."""
+def details(results: Results) -> str:
+    """Markdown of the first method that drafts by category, and of what the parts of a cycle cost by context where that was measured."""
+    method = _main(results)
     lines = [
         "| category | tok/s | over plain decoding | over transformers' generate | tau | acceptance rate |",
         "|---" * 6 + "|",
@@ -150,12 +151,21 @@ def insert(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
-def write_report(paths: Sequence[Path], folder: Path, readme: Path | None = None) -> Path:
-    """report.html (self-contained), report.md and plots of one or more results into ``folder``; returns the page."""
+def write_report(
+    paths: Sequence[Path], folder: Path, readme: Path | None = None, details_file: Path | None = None
+) -> Path:
+    """report.html (self-contained), report.md and plots of one or more results into ``folder``; returns the page.
+
+    ``readme`` gets the table between its markers, ``details_file`` the figures by category.
+    """
     loaded = [(path, load_results(path)) for path in paths]
-    text = readme.read_text(encoding="utf-8") if readme is not None else ""
     table = "\n\n".join(markdown(results, path.as_posix()) for path, results in loaded)
-    changed = insert(text, table) if readme is not None else ""
+    closer = "\n\n".join(details(results) for _, results in loaded)
+    changed = {
+        path: insert(path.read_text(encoding="utf-8"), made)
+        for path, made in ((readme, table), (details_file, closer))
+        if path is not None
+    }
     folder.mkdir(parents=True, exist_ok=True)
     sections = []
     for number, (path, results) in enumerate(loaded):
@@ -169,10 +179,9 @@ def write_report(paths: Sequence[Path], folder: Path, readme: Path | None = None
     template = (importlib.resources.files("selfspec.eval") / "report.html").read_text(encoding="utf-8")
     page = Environment(autoescape=True).from_string(template).render(sections=sections, columns=COLUMNS)
     write_atomically(folder / "report.html", page.encode())
-    parts = [f"{table}\n"] + [f"## By category\n\n{details(r, _main(r))}\n" for _, r in loaded]
-    write_atomically(folder / "report.md", "\n".join(parts).encode())
-    if readme is not None:
-        write_atomically(readme, changed.encode())
+    write_atomically(folder / "report.md", f"{table}\n\n## By category\n\n{closer}\n".encode())
+    for path, text in changed.items():
+        write_atomically(path, text.encode())
     return folder / "report.html"
 
 

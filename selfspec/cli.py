@@ -257,12 +257,13 @@ def report(
     readme: Annotated[
         Path | None, typer.Option(help="Also put the table between the markers of this Markdown file.")
     ] = None,
+    details: Annotated[Path | None, typer.Option(help="The same with the figures by category.")] = None,
 ) -> None:
     """Make an HTML page, plots and a Markdown table of evaluation results."""
     try:
         from selfspec.eval.report import write_report
 
-        page = write_report(results, output or results[0].parent, readme)
+        page = write_report(results, output or results[0].parent, readme, details)
         typer.echo(f"report written to {page}")
     except MISTAKES as error:
         fail(error)
