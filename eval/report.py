@@ -95,7 +95,7 @@ def markdown(results: Results, source: str) -> str:
 
 
 def details(results: Results) -> str:
-    """Markdown of the first method that drafts by category, and of what the parts of a cycle cost by context where that was measured."""
+    """Markdown of the first method that drafts, by category, and of what passes cost by context where timed."""
     method = _main(results)
     lines = [
         "| category | tok/s | over plain decoding | over transformers' generate | tau | acceptance rate |",
