@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from selfspec import costs
 from selfspec.cli import app
 from selfspec.eval import methods as registry
 from selfspec.eval import run as eval_run
@@ -241,6 +242,25 @@ def test_peers_say_the_same_and_leave_the_model_alone(model, tmp_path):
         assistant_model(model)
     with pytest.raises(ValueError, match=r"1\.\.5"):
         assistant_early_exit(model, 6)
+
+
+def test_methods_take_turns_in_rotating_order():
+    order: list[str] = []
+    runs = costs.interleave({name: (lambda name=name: order.append(name)) for name in "abc"}, rounds=3)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+    assert {len(values) for values in runs.values()} == {3}
+
+
+def test_prompts_turn_the_order_of_methods(model):
+    """Whoever goes first warms the caches for the others: each method is first equally often."""
+    order, clock = [], Clock()
+    fakes = {name: Fake(model, clock, 1.0, name == "ar") for name in ("ar", "b", "c")}
+    for name, fake in fakes.items():
+        fake.prepare = lambda *_, name=name: order.append(name)
+    runner = Runner(model, fakes, EvalConfig(max_new_tokens=4), clock)
+    for question in QUESTIONS[:3]:
+        runner.ask(question)
+    assert order == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b"]
 
 
 def test_every_method_has_its_reference(model):
