@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.exits import active, unwrap
+from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import num_rows_for
 from selfspec.training.losses import overlap
-from selfspec.training.states import RowStates, batches_of, draw_steps, make_batch
+from selfspec.training.states import RowStates, draw_steps, make_batch
 from selfspec.training.student import Student
 
 CONFIDENCE_TOKENS = 20_000  # training tokens that the confidence is fitted on

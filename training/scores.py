@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.exits import active, unwrap
+from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import Metrics, RowScores, overlap, soft_cross_entropy, walk_cycles
-from selfspec.training.states import RowStates, batches_of, make_batch
+from selfspec.training.states import RowStates, make_batch
 from selfspec.training.student import Student
 
 

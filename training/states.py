@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from selfspec.bridge import RidgeAccumulator
 from selfspec.exits import ExitConfig, slice_output
 from selfspec.head import Head
+from selfspec.passes import passes
 from selfspec.target import Target
 from selfspec.training.data import Row
 
@@ -70,34 +71,17 @@ def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_s
     return tuple(sorted(ranked))
 
 
-def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices grouped by length, each group at most ``batch_tokens`` padded tokens (or a single row)."""
-    groups: list[list[int]] = [[]]
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if groups[-1] and (len(groups[-1]) + 1) * lengths[index] > batch_tokens:
-            groups.append([])
-        groups[-1].append(index)
-    return [group for group in groups if group]
-
-
 @torch.no_grad()
 def collect(target: Target, config: ExitConfig, rows: Sequence[Row], batch_tokens: int = 2048) -> list[RowStates]:
     """The teacher pass over ``rows``; their order is kept."""
     states: dict[int, RowStates] = {}
     marks = sorted({config.exit_layer, *config.recall_layers, target.num_layers - 1, target.num_layers})
-    for group in batches_of([len(row.ids) for row in rows], batch_tokens):
-        chosen = [rows[i] for i in group]
-        ids = pad_sequence([torch.from_numpy(row.ids) for row in chosen], batch_first=True).to(target.device)
-        # right padding needs no mask: causal attention never looks at what comes after a row
-        hidden, start = target.embed(ids), 0
-        held = {}
-        for mark in marks:
-            hidden = target.run_uncached(target.layers[start:mark], hidden, range(start, mark))
-            held[mark], start = hidden, mark
+    for batch in passes(target, [torch.from_numpy(row.ids) for row in rows], marks, batch_tokens):
+        held = batch.states
         recalls = torch.cat([held[r] for r in config.recall_layers], dim=-1) if config.recall_layers else None
-        for b, (index, row) in enumerate(zip(group, chosen, strict=True)):
-            size = len(row.ids)
-            finals = hidden[b, row.answer_start - 1 : size - 1]
+        for b, index in enumerate(batch.indices):
+            row, size = rows[index], len(rows[index].ids)
+            finals = held[target.num_layers][b, row.answer_start - 1 : size - 1]
             log_sums, argmaxes = _teacher(target, finals)
             states[index] = RowStates(
                 taps=held[config.exit_layer][b, :size].bfloat16().cpu(),

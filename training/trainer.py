@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import Metrics, overlap, soft_cross_entropy
 from selfspec.training.scores import evaluate
-from selfspec.training.states import Batch, RowStates, batches_of, draw_steps, make_batch
+from selfspec.training.states import Batch, RowStates, draw_steps, make_batch
 from selfspec.training.student import Student
 
 logger = logging.getLogger(__name__)
