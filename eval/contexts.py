@@ -16,7 +16,7 @@ def plain_decoding(model: EarlyExitModel, rounds: int, num_tokens: int) -> dict[
     methods: dict[str, Method] = {"ar": ar(model), "transformers": Transformers(model)}
     found = {}
     for context in CONTEXTS:
-        ids = random_prompt(model, context)
+        ids = random_prompt(model.target, context)
 
         def speed(name: str, ids: Any = ids) -> float:
             request = Request(num_tokens)

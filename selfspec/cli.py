@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID, TimeElapsedColumn
 from rich.table import Table
 
 from selfspec.files import check_writable, write_atomically
@@ -267,6 +268,72 @@ def report(
         typer.echo(f"report written to {page}")
     except MISTAKES as error:
         fail(error)
+
+
+@app.command()
+def probe(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M-Instruct if not given.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Sample: UTF-8 text, or .jsonl with text, prompt or messages; the model's own if not given."),
+    ] = None,
+    num_tokens: Annotated[int, typer.Option(help="Tokens of the sample; a quarter judges, the rest fits.")] = 4000,
+    layers: Annotated[str | None, typer.Option(help="Exit layers, as in 1,2,3; up to twelve if not given.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Draft only that many of the most frequent token ids; all if not given.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: what is fast here.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the text that the model writes.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for probe.json and probe.png.")] = Path("runs/probe"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Which layer to draft from, and is it worth it: agreement, cost and predicted speedup before any training."""
+    try:
+        chosen = _layers(layers)
+        import torch
+
+        from selfspec.eval import probe_report, probe_run
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        config = probe_run.ProbeConfig(model, revision, text, num_tokens, chosen, draft_vocab, dtype, device, seed)
+        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+            found = probe_run.run(config, output, _Stages(bar))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except MISTAKES as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console = Console(highlight=False)
+    console.print(probe_report.table(found))
+    for line in [*probe_report.notes(found), found["verdict"], f"written: {output}/probe.json, {output}/probe.png"]:
+        console.print(line, markup=False)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    chosen = _exits(text)
+    if not isinstance(chosen, list):
+        raise ValueError(f"--layers {text!r} is not a list of numbers such as 1,2,3")
+    return tuple(chosen)
+
+
+class _Stages:
+    """Shows the stages of a long command, each with a bar of its own."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar, self._tasks = bar, dict[str, TaskID]()
+
+    def __call__(self, stage: str, done: float, total: float) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage)
+        self._bar.update(self._tasks[stage], completed=done, total=total)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from selfspec.decode import DecodeState, decode
 from selfspec.drafter import NoDrafter
 from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel
+from selfspec.target import Target
 
 CONTEXTS = (64, 256, 1000)
 NUM_ROWS = (1, 2, 3, 4, 5, 6)  # of the passes that are timed
@@ -32,17 +33,61 @@ def interleave(methods: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds that ``call`` takes."""
+    """Seconds that ``call`` takes, what it left running on a GPU included."""
+    _wait()
     began = time.perf_counter()
     call()
+    _wait()
     return time.perf_counter() - began
 
 
-def random_prompt(model: EarlyExitModel, length: int) -> Tensor:
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def random_prompt(target: Target, length: int) -> Tensor:
     """Ids [1, length] of the first tokens, special ones left out where there are that many."""
-    high = min(model.target.vocab_size, 40_000)
+    high = min(target.vocab_size, 40_000)
     ids = torch.randint(min(100, high // 2), high, (1, length), generator=torch.Generator().manual_seed(length))
-    return ids.to(model.target.device)
+    return ids.to(target.device)
+
+
+@torch.no_grad()
+def prefilled(target: Target, ids: Tensor) -> DecodeState:
+    """A state behind the prompt ``ids`` [1, S], all layers run, with room for the rows of one pass."""
+    context = ids.shape[1]
+    cache = KVCache(target.num_layers + 1, context + 16)
+    target.run_layers(target.embed(ids), 0, target.num_layers, cache)
+    cache.lengths = [context] * len(cache.lengths)
+    return DecodeState(ids[0].tolist(), cache, context + 16, target.vocab_size, target.device)
+
+
+@torch.no_grad()
+def time_pass(target: Target, state: DecodeState, tokens: Tensor) -> float:
+    """Milliseconds of a whole pass over ``tokens`` [1, R] behind ``state``, which is left as it was."""
+    first = len(state.tokens)
+
+    def run() -> None:
+        target.logits(target.run_layers(target.embed(tokens, first), 0, target.num_layers, state.cache))
+
+    seconds = timed(run)
+    state.cache.rollback(first)
+    return seconds * 1e3
+
+
+@torch.no_grad()
+def time_draft_step(target: Target, state: DecodeState, head: ExitHead, exit_layer: int, token: Tensor) -> float:
+    """Milliseconds of a draft step for ``token`` [1, 1], as the drafter runs it, ``head`` at ``exit_layer``."""
+    first = len(state.tokens)
+
+    def run() -> None:
+        tap = target.run_layers(target.embed(token, first), 0, exit_layer, state.cache)
+        head.logits(head.states(target, state, tap, 1)).argmax()
+
+    seconds = timed(run)
+    state.cache.rollback(first)
+    return seconds * 1e3
 
 
 @torch.no_grad()
@@ -55,22 +100,11 @@ def pass_costs(model: EarlyExitModel, rounds: int, contexts: Sequence[int] = CON
     target, head = model.target, model.default_exit
     found = {}
     for context in contexts:
-        cache = KVCache(target.num_layers + 1, context + 16)
-        ids = random_prompt(model, context + 8)
-        state = DecodeState(ids[0, :context].tolist(), cache, context + 16, target.vocab_size, target.device)
-        target.run_layers(target.embed(ids[:, :context]), 0, target.num_layers, cache)
-        cache.lengths = [context] * len(cache.lengths)
-
-        def rows(count: int, ids: Tensor = ids, cache: KVCache = cache, context: int = context) -> float:
-            def run() -> None:
-                tokens = ids[:, context : context + count]
-                target.logits(target.run_layers(target.embed(tokens, context), 0, target.num_layers, cache))
-
-            seconds = timed(run)
-            cache.rollback(context)
-            return seconds * 1e3
-
-        methods: dict[str, Callable[[], float]] = {f"pass_{n}": partial(rows, n) for n in NUM_ROWS}
+        ids = random_prompt(target, context + 8)
+        state = prefilled(target, ids[:, :context])
+        methods: dict[str, Callable[[], float]] = {
+            f"pass_{n}": partial(time_pass, target, state, ids[:, context : context + n]) for n in NUM_ROWS
+        }
         methods["loop_step"] = _loop_step(model, ids[0, :context].tolist(), rounds)
         if head is not None:
             methods |= _draft_parts(model, state, ids, context)
@@ -119,15 +153,6 @@ def _draft_parts(
     width = target.hidden_size * len(head.recall_layers)
     state.recall = torch.zeros(1, 1, width, dtype=target.dtype, device=target.device) if width else None
 
-    def step() -> float:
-        def run() -> None:
-            tap = target.run_layers(target.embed(token, context), 0, head.exit_layer, cache)
-            head.logits(head.states(target, state, tap, 1)).argmax()
-
-        seconds = timed(run)
-        cache.rollback(context)
-        return seconds * 1e3
-
     tap = target.embed(token, context)
 
     def parts() -> float:
@@ -142,4 +167,5 @@ def _draft_parts(
         cache.rollback(context)
         return seconds * 1e3
 
+    step = partial(time_draft_step, target, state, head, head.exit_layer, token)
     return {"draft_step": step, "draft_parts": parts}

@@ -90,7 +90,7 @@ def load_target_model(
     source = default_model_path() if model is None else os.fspath(model)
     _check_source(source)
     shared = {"revision": revision, "trust_remote_code": kwargs.pop("trust_remote_code", False)}
-    device = _usable_device(device)
+    device = usable_device(device)
     try:
         config = kwargs.pop("config", None) or AutoConfig.from_pretrained(source, **shared)
         if config.is_encoder_decoder:
@@ -112,7 +112,7 @@ def load_target_model(
     return hf_model.eval(), tokenizer
 
 
-def _usable_device(device: str | torch.device | None) -> torch.device:
+def usable_device(device: str | torch.device | None) -> torch.device:
     """The given device, or the GPU where there is one; raises ValueError where it cannot be used."""
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
