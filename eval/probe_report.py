@@ -69,7 +69,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Agreement and predicted speedup by layer, in two panels."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for name, label in LABELS.items():
@@ -79,17 +79,14 @@ def plot(found: dict[str, Any], path: Path) -> None:
         overlaps = [c["score"]["overlap"] for c in held]
         left.plot(layers, overlaps, label=f"{label}: sum min(p, q)", linestyle=":", **STYLES[name])
         right.plot(layers, [c["best"]["speedup"] for c in held], label=label, **STYLES[name])
-    best = found["best"]
-    right.annotate(
-        f"layer {best['layer']}, k={best['best']['draft_len']}: {best['best']['speedup']:.2f}",
-        (best["layer"], best["best"]["speedup"]), xytext=(12, 12), textcoords="offset points",
-        arrowprops={"arrowstyle": "-"},
-    )  # fmt: skip
+    best, speedup = found["best"], found["best"]["best"]["speedup"]
+    label = f"best: layer {best['layer']}, k={best['best']['draft_len']}, {speedup:.2f}"
+    right.plot([best["layer"]], [speedup], "*", color="tab:red", markersize=14, label=label)
     right.axhline(1, color="black", linewidth=0.8, label="plain decoding")
     left.set(xlabel="exit layer N", ylabel="share of positions", title="agreement with the target", ylim=(0, 1.02))
     right.set(xlabel="exit layer N", ylabel="speed over plain decoding", title="predicted speedup, best chain length")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     figure.suptitle(f"{found['model']}, {found['dtype']}, {found['provenance']['device']}", fontsize="medium")
     figure.savefig(path, dpi=120)

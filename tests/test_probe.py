@@ -168,8 +168,10 @@ def run_probe(checkpoint: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["probe", "--model", str(checkpoint), *arguments], catch_exceptions=False)
 
 
-def test_the_target_writes_the_sample_and_results_are_written(checkpoint, tmp_path):
+def test_the_target_writes_the_sample_and_results_are_written(checkpoint, tmp_path, monkeypatch):
     """Files, one JSON object, a row a layer; the same seed gives the same scores."""
+    monkeypatch.setattr(probe_text, "TURN_TOKENS", 6)
+    monkeypatch.setattr(probe_text, "ANSWER_TOKENS", 14)
     arguments = ("--num-tokens", "96", "--layers", "1,5", "--json", "--dtype", "float32", "--draft-vocab", "64")
     run = run_probe(checkpoint, *arguments, "--output", str(tmp_path / "a" / "b"))
     assert run.exit_code == 0, run.stderr
