@@ -169,8 +169,8 @@ def _answers(
 def _user_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int) -> list[list[int]]:
     """Prompts whose user turn the target wrote behind the bare chat template; the start of a text without one."""
     if not tokenizer.chat_template:
-        start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return [[start, start]] * size
+        known = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if i is not None]
+        return [known[:1]] * size
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False))
     before = list(tokenizer(text.split(MARK)[0], add_special_tokens=False)["input_ids"])
     turns = write(model, tokenizer, [before] * size, TURN_TOKENS, TEMPERATURES[1])

@@ -199,8 +199,9 @@ def test_the_table_has_a_row_a_layer_and_a_verdict(checkpoint, tmp_path):
     assert len([line for line in run.stdout.splitlines() if line.startswith("\u2502")]) == 2
 
 
-def test_texts_answers_and_prompts_of_a_file(checkpoint, tmp_path):
+def test_texts_answers_and_prompts_of_a_file(checkpoint, tmp_path, monkeypatch):
     """Given answers are judged by the answer, prompts are answered by the target, plain text is judged throughout."""
+    monkeypatch.setattr(probe_text, "ANSWER_TOKENS", 8)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     path = tmp_path / "mixed.jsonl"
     chat = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Good morning to you."}]
@@ -213,6 +214,19 @@ def test_texts_answers_and_prompts_of_a_file(checkpoint, tmp_path):
     assert given.startswith("Good morning to you.")
     assert any("Name a colour." in before and before.endswith("assistant\n") for before in judged)
     assert len(samples) == 3
+
+
+def test_without_a_chat_template_the_target_writes_from_the_start_of_a_text(checkpoint, monkeypatch):
+    """Sampled, so that no two texts are one; the same seed writes them again."""
+    monkeypatch.setattr(probe_text, "ANSWER_TOKENS", 8)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = None
+    model = build_model("llama", vocab_size=len(tokenizer))
+    first, again = (probe_text.make_samples([], model, tokenizer, 64, 3, quiet) for _ in range(2))
+    texts = [tuple(sample.ids.tolist()) for sample in first]
+    assert texts == [tuple(sample.ids.tolist()) for sample in again]
+    assert len(set(texts)) == len(texts) >= 8
+    assert all(sample.start == 1 for sample in first)
 
 
 @pytest.mark.parametrize(
