@@ -16,7 +16,7 @@ FOLDERS = {
     "tests": "tests",
 }
 FLOOR_2 = ("selfspec.training", "selfspec.eval")
-CLI = ("selfspec.cli", "selfspec.cli_generate", "selfspec.__main__")
+CLI = ("selfspec.cli", "selfspec.cli_generate", "selfspec.cli_measure", "selfspec.cli_options", "selfspec.__main__")
 
 
 @dataclass(frozen=True)
