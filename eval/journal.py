@@ -23,13 +23,11 @@ class Journal:
             raise ValueError(f"{folder / RESULTS} holds a finished run; choose another output, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
         check_writable(folder / JOURNAL)
-        self._folder, self._path = folder, folder / JOURNAL
+        self._folder, self._path, self._settings = folder, folder / JOURNAL, settings
         self.rows: list[dict[str, Any]] = []
         self.done: set[str] = set()
         if self._path.exists():
             self._read(settings)
-        else:
-            self._append(settings)
 
     def _read(self, settings: dict[str, Any]) -> None:
         lines = self._path.read_text(encoding="utf-8").split("\n")
@@ -37,7 +35,7 @@ class Journal:
         if torn:
             write_atomically(self._path, "".join(f"{line}\n" for line in whole).encode())
         if not whole:
-            return self._append(settings)
+            return self._path.unlink()
         held = json.loads(whole[0])
         changed = [key for key in settings.keys() | held.keys() if settings.get(key) != held.get(key)]
         if changed:
@@ -52,6 +50,8 @@ class Journal:
 
     def add(self, key: str, rows: list[dict[str, Any]]) -> None:
         """Keep the rows of one question."""
+        if not self._path.exists():
+            self._append(self._settings)
         self._append({"key": key, "rows": rows})
         self.done.add(key)
         self.rows += rows
@@ -68,4 +68,4 @@ class Journal:
         rows = ",\n".join(f"  {json.dumps(row)}" for row in results["rows"])  # a line each
         text = f'{rest[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
         write_atomically(self._folder / RESULTS, text.encode())
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)

@@ -4,6 +4,8 @@ results.json is {settings, num_prompts, failures, notes, summary, by_temperature
 provenance}; `summary.py` says what is in a summary, `runner.py` what in a row.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +40,9 @@ def evaluate(config: EvalConfig, clock: Clock = time.perf_counter) -> dict[str, 
         torch.set_num_threads(config.threads)
     specs = method_specs(config)
     questions = [q for entry in config.tasks for q in load_questions(entry, config.limit, config.max_turns)]
-    settings = {**config.model_dump(mode="json", exclude={"output"}), "commit": commit()["commit"]}
+    asked = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()
+    identity = {"questions_sha256": asked, "commit": commit()["commit"]}
+    settings = {**config.model_dump(mode="json", exclude={"output"}), **identity}
     journal = Journal(Path(config.output), settings)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -59,7 +63,7 @@ def evaluate(config: EvalConfig, clock: Clock = time.perf_counter) -> dict[str, 
         "format_version": FORMAT_VERSION,
         "settings": {**config.model_dump(mode="json"), "methods": [spec.model_dump(mode="json") for spec in specs],
                      "dtype": str(model.target.dtype).removeprefix("torch."), "model_name": model.target.name,
-                     "exit": model.default_exit and model.default_exit.name},
+                     "exit": model.default_exit and model.default_exit.name, "questions_sha256": asked},
         **summarise(rows, {name: method.is_ar for name, method in methods.items()}, config),
         "skipped": skipped,
         "engine": engine_costs(model, config),

@@ -7,7 +7,7 @@ A question has one or more user turns. Formats are told apart by their fields: `
 import importlib.resources
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ def load_questions(entry: str, limit: int | None = None, max_turns: int = 1) -> 
     name, source = _divide(entry)
     task = TASKS.get(name, Task())
     counts: Counter[str] = Counter()
-    questions = []
+    questions, seen = list[Question](), set[str]()
     for number, (where, record) in enumerate(_records(name, task, source), 1):
         question = _question(name, task, where, record, number, max_turns)
+        if question.id in seen:
+            question = replace(question, id=f"{question.id}-{number}")
+        seen.add(question.id)
         counts[question.category] += 1
         if limit is None or counts[question.category] <= limit:
             questions.append(question)

@@ -1,6 +1,7 @@
 """Training rows: where the answer begins, what a bad line says, and shards that a second run continues."""
 
 import json
+import multiprocessing
 from collections import Counter
 
 import numpy as np
@@ -9,9 +10,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from selfspec.exits import ExitConfig
+from selfspec.files import read_jsonl
+from selfspec.pretrained import load_target_model
+from selfspec.target import Target
 from selfspec.training import generate_data
-from selfspec.training.data import Row, load_shards, prompt_ids, read_jsonl, read_prompts, rows_from_jsonl, write_shard
+from selfspec.training.data import Row, load_shards, prompt_ids, read_prompts, rows_from_jsonl, write_shard
 from selfspec.training.generate_data import sample_batch, write_data
+from selfspec.training.kept_states import collect_cached
+from selfspec.training.workers import num_workers_for
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
@@ -253,3 +260,25 @@ def test_every_prefix_of_the_plan_keeps_the_share_of_each_category(tokenizer, pr
     assert sorted(order) == list(range(60))
     for size in (9, 30, 45):
         assert abs(sum(prompts[i].category == "b" for i in order[:size]) - size / 3) <= 1
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_would(tmp_path, model, tokenizer):
+    """Same rows in the same order, same teacher states; nobody is left behind of what ran ahead of the last batch."""
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    held, tokenizer = load_target_model(tmp_path / "model", dtype="float32", device="cpu")
+    assert num_workers_for(held, 2) == 2
+    assert num_workers_for(model, 2) == 1  # nowhere to load it from
+    rows = {}
+    for count in (1, 2):
+        generate(held, tokenizer, tmp_path / f"data{count}", 200, num_workers=count)
+        rows[count] = load_shards(tmp_path / f"data{count}")
+    assert [row.ids.tolist() for row in rows[1]] == [row.ids.tolist() for row in rows[2]]
+    target, config = Target(held), ExitConfig(exit_layer=1, recall_layers=(1,))
+    one = collect_cached(target, config, rows[1], tmp_path / "s1", "t", 8)
+    two = collect_cached(target, config, rows[1], tmp_path / "s2", "t", 8, num_workers=2)
+    assert all(torch.equal(a.finals, b.finals) for a, b in zip(one, two, strict=True))
+    for child in multiprocessing.active_children():
+        child.join(timeout=30)
+    assert not multiprocessing.active_children()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from selfspec.training.data import (
     read_prompts,
     write_shard,
 )
+from selfspec.training.workers import in_order
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +69,16 @@ def write_data(
     max_prompt_tokens: int = 512,
     shard_tokens: int = 20_000,
     seed: int = 0,
+    num_workers: int = 1,
 ) -> dict[str, Any]:
     """Let the target write num_tokens answer tokens into out_dir; returns the manifest.
 
     prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl (see read_prompts), in
     an order that keeps every category's share in any prefix. Rows of a batch take the temperatures in turn. A second
     call with the same settings continues where the first stopped, and ends with the same rows as one whole call: noise
-    depends on (seed, batch number) alone. Raises ValueError when out_dir holds data of other settings or the model
-    writes only empty answers, BlockingIOError when another process writes there.
+    depends on (seed, batch number) alone. ``num_workers`` processes write batches side by side. Raises ValueError when
+    out_dir holds data of other settings or the model writes only empty answers, BlockingIOError when another process
+    writes there.
     """
     folder = Path(out_dir)
     settings = {
@@ -88,16 +92,21 @@ def write_data(
     done: Counter[str] = Counter()
     plan = _plan(read_prompts(prompts), tokenizer, batch_size, max_prompt_tokens, seed, done) if prompts else None
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder), _bar() as bar:
+    with _lock(folder), _bar() as bar, contextlib.ExitStack() as stack:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
         start_tokens, num_barren = state.num_answer_tokens, 0
         pending: list[Row] = []
+        tasks = _tasks(tokenizer, plan, settings, state.num_batches)
+        batches = stack.enter_context(contextlib.closing(in_order(model, _write_batch, tasks, num_workers)))
         while state.num_answer_tokens + _count(pending) < num_tokens:
-            if plan is not None and state.num_batches >= len(plan):
+            written = next(batches, None)
+            if written is None:
                 logger.warning("all prompts used: %d answer tokens of %d", state.num_answer_tokens, num_tokens)
                 break
-            rows = _write_batch(model, tokenizer, plan, settings, state)
+            rows, skipped = written
+            state.num_batches += 1
+            state.skipped.update(skipped)
             pending, num_barren = pending + rows, 0 if rows else num_barren + 1
             if num_barren == PATIENCE:
                 raise ValueError(f"{settings['model']} wrote no answer in {PATIENCE} batches: {dict(state.skipped)}")
@@ -191,16 +200,26 @@ def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) ->
     return tokens
 
 
+def _tasks(
+    tokenizer: PreTrainedTokenizerBase, plan: list[list[list[int]]] | None, settings: dict[str, Any], first: int
+) -> Iterator[tuple[Any, ...]]:
+    """What `_write_batch` takes, from batch number ``first`` on."""
+    for number in itertools.count(first) if plan is None else range(first, len(plan)):
+        yield tokenizer, settings, number, None if plan is None else plan[number]
+
+
 def _write_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    plan: list[list[list[int]]] | None,
     settings: dict[str, Any],
-    state: _Progress,
-) -> list[Row]:
-    number = state.num_batches
+    number: int,
+    prompts: list[list[int]] | None,
+) -> tuple[list[Row], Counter[str]]:
+    """Rows of batch ``number``, and how many were left out for what reason; prompts None: they are written first."""
+    skipped: Counter[str] = Counter()
     generator = torch.Generator(model.device).manual_seed(settings["seed"] * 1_000_003 + number)
-    prompts = _user_turns(model, tokenizer, settings, generator, state.skipped) if plan is None else plan[number]
+    if prompts is None:
+        prompts = _user_turns(model, tokenizer, settings, generator, skipped)
     choices = settings["temperatures"]
     temperatures = [choices[(number + row) % len(choices)] for row in range(len(prompts))]
     warmth, limit = torch.tensor(temperatures), settings["max_new_tokens"]
@@ -208,11 +227,10 @@ def _write_batch(
     eos, rows = set(_eos_ids(model)), []
     for prompt, answer, temperature in zip(prompts, answers, temperatures, strict=True):
         if all(token in eos for token in answer):
-            state.skipped["empty answer"] += 1
+            skipped["empty answer"] += 1
         else:
             rows.append(Row(np.array(prompt + answer), len(prompt), temperature))
-    state.num_batches += 1
-    return rows
+    return rows, skipped
 
 
 def _user_turns(

@@ -16,11 +16,13 @@ from rich.progress import track
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfspec.exits import ExitConfig
 from selfspec.target import Target
 from selfspec.training.data import Row
 from selfspec.training.states import RowStates, collect
+from selfspec.training.workers import in_order
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +30,39 @@ CHUNK_ROWS = 64  # rows a file holds
 
 
 def collect_cached(
-    target: Target, config: ExitConfig, rows: Sequence[Row], folder: Path, label: str, chunk: int = CHUNK_ROWS
+    target: Target,
+    config: ExitConfig,
+    rows: Sequence[Row],
+    folder: Path,
+    label: str,
+    chunk: int = CHUNK_ROWS,
+    num_workers: int = 1,
 ) -> list[RowStates]:
-    """`collect`, chunk by chunk through ``folder``.
+    """`collect`, chunk by chunk through ``folder``, ``num_workers`` processes side by side.
 
     ``label`` names the target. Files are named by what they were made from, so two processes may share the work.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    states: list[RowStates] = []
     identity = json.dumps([label, config.exit_layer, config.recall_layers])
-    for start in track(range(0, len(rows), chunk), description="teacher pass"):
-        part = rows[start : start + chunk]
-        digest = hashlib.sha256(identity.encode())
-        for row in part:
-            digest.update(row.ids.tobytes() + str(row.answer_start).encode())
-        path = folder / f"states-{digest.hexdigest()[:20]}.safetensors"
-        made = _load(path) if path.is_file() else None
-        if made is None:
-            made = collect(target, config, part)
-            _save(made, path)
-        states += made
-    return states
+    parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
+    paths = [folder / f"states-{_digest(identity, part)}.safetensors" for part in parts]
+    held = [_load(path) if path.is_file() else None for path in paths]
+    missing = [i for i, states in enumerate(held) if states is None]
+    made = in_order(target.base, _collect, [(config, parts[i], paths[i]) for i in missing], num_workers)
+    for i, _ in zip(missing, track(made, description="teacher pass", total=len(missing)), strict=True):
+        held[i] = _load(paths[i])
+    return [state for states in held for state in states or []]
+
+
+def _digest(identity: str, rows: Sequence[Row]) -> str:
+    digest = hashlib.sha256(identity.encode())
+    for row in rows:
+        digest.update(row.ids.tobytes() + str(row.answer_start).encode())
+    return digest.hexdigest()[:20]
+
+
+def _collect(model: PreTrainedModel, config: ExitConfig, rows: Sequence[Row], path: Path) -> None:
+    _save(collect(Target(model, check=False), config, rows), path)
 
 
 def _save(states: Sequence[RowStates], path: Path) -> None:

@@ -34,6 +34,7 @@ from selfspec.training.scores import evaluate, score_rows
 from selfspec.training.states import RowStates, choose_vocab, fit_ridge
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer, KeepBest
+from selfspec.training.workers import num_workers_for
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,10 @@ def train_on_rows(
     vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens, target.vocab_size)
     exit_config = config.exit_config(target.num_layers, vocab)
     label, kept = fingerprint(target.base), Path(config.states or folder / "states")
-    held_out = collect_cached(target, exit_config, held_rows, kept, label)
+    workers = num_workers_for(target.base, config.workers)
+    held_out = collect_cached(target, exit_config, held_rows, kept, label, num_workers=workers)
     choosing, judging = halve(held_out, config.eval_tokens)
-    states = collect_cached(target, exit_config, train_rows, kept, label)
+    states = collect_cached(target, exit_config, train_rows, kept, label, num_workers=workers)
     adapter = build_adapter(target, exit_config)
     start_from_ridge(adapter, fit_ridge(states, exit_config.num_steps, config.ridge, config.ridge_tokens))
     vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
@@ -169,8 +171,10 @@ def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
         shards = Path(data.folder) if data.folder else folder / "data"
         held = read_manifest(shards)["num_answer_tokens"] if (shards / "manifest.json").is_file() else 0
         if held < data.num_tokens:
-            temperatures = data.temperatures
-            write_data(target.base, tokenizer, shards, data.num_tokens, data.prompts, temperatures, seed=config.seed)
+            write_data(
+                target.base, tokenizer, shards, data.num_tokens, data.prompts, data.temperatures, seed=config.seed,
+                num_workers=num_workers_for(target.base, config.workers),
+            )  # fmt: skip
         rows = [row for row in load_shards(shards) if len(row.ids) <= data.max_row_tokens]
     return rows[: num_rows_for([row.num_answer_tokens for row in rows], data.num_tokens)]
 
@@ -227,7 +231,7 @@ def claim(config: TrainConfig) -> Path:
         old = yaml.safe_load(path.read_text()) if path.is_file() else None
         if old is None:
             raise FileExistsError(f"{folder} is not empty and holds no training run; choose another output")
-        length = {"max_steps", "max_minutes", "epochs"}
+        length = {"max_steps", "max_minutes", "epochs", "workers"}
         changed = sorted(k for k in settings if k not in length and old.get(k) != settings[k])
         if changed:
             raise FileExistsError(f"{folder} holds a run with other {', '.join(changed)}; choose another output")
