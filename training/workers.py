@@ -4,7 +4,7 @@ import contextlib
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ def num_workers_for(model: PreTrainedModel, wanted: int | None) -> int:
 
 def in_order(
     model: PreTrainedModel, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]], num_workers: int = 1
-) -> Iterator[Result]:
+) -> Generator[Result]:
     """``function(model, *task)`` of every task, in their order; ``function`` is a module's own.
 
     With several workers a few tasks run ahead of what is asked for; closing the iterator stops them.
