@@ -39,13 +39,12 @@ class Transformers:
         with untouched_config(self.base):
             sequences = self.base.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens,
-                streamer=_Tap(meter), **sampling, **self.arguments(ids, request),
+                streamer=_Tap(meter), **sampling, **self.arguments(),
             )  # fmt: skip
         return sequences[0, ids.shape[1] :].tolist()
 
-    def arguments(self, ids: Tensor, request: Request) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """What this way of generating passes on top."""
-        del ids, request
         return self.options
 
 
@@ -82,28 +81,24 @@ class StaticCompiled(Transformers):
         super().__init__(model)
         self.is_ar = True
         self._caches: dict[int, StaticCache] = {}
+        self._length = 0  # of the cache that the prompt at hand needs
         self._compile = CompileConfig(fullgraph=False, dynamic=False)
         self._compile._compile_all_devices = True  # CPUs too
         if model.target.device.type == "cpu":
             _require_compiler()
 
     def prepare(self, ids: Tensor, request: Request) -> None:
-        """Compile for a cache length that is new."""
-        length = self._tier(ids, request)
-        if length not in self._caches:
-            config = self.base.config
-            self._caches[length] = StaticCache(config=config, max_cache_len=length)
+        """Choose the cache, and compile for a length that is new."""
+        needed = ids.shape[1] + request.max_new_tokens
+        self._length = next((tier for tier in STATIC_TIERS if tier >= needed), needed)
+        if self._length not in self._caches:
+            self._caches[self._length] = StaticCache(config=self.base.config, max_cache_len=self._length)
             self.run(ids, Request(4), Meter(ids.device), Phases())
 
-    def arguments(self, ids: Tensor, request: Request) -> dict[str, Any]:
-        cache = self._caches[self._tier(ids, request)]
+    def arguments(self) -> dict[str, Any]:
+        cache = self._caches[self._length]
         cache.reset()
         return {"past_key_values": cache, "compile_config": self._compile}
-
-    def _tier(self, ids: Tensor, request: Request) -> int:
-        needed = ids.shape[1] + request.max_new_tokens
-        fitting = [tier for tier in STATIC_TIERS if tier >= needed]
-        return fitting[0] if fitting else needed
 
 
 def _require_compiler() -> None:

@@ -213,11 +213,11 @@ def _section(path: Path, results: Results, plots: list[dict[str, str]]) -> dict[
 def print_summary(results: Results, console: Console) -> None:
     """The table for a terminal, what went wrong first."""
     for note in results["notes"]:
-        console.print(note, style="bold", markup=False)
-    console.print(headline(results), markup=False)
+        console.print(note, style="bold", markup=False, soft_wrap=True)
+    console.print(headline(results), markup=False, soft_wrap=True)
     table = Table(*COLUMNS)
     for cells in table_rows(results["summary"]):
         table.add_row(*cells)
     console.print(table)
     for name, why in results["skipped"].items():
-        console.print(f"skipped {name}: {why}", markup=False)
+        console.print(f"skipped {name}: {why}", markup=False, soft_wrap=True)

@@ -170,7 +170,7 @@ def probe(
         console = Console(highlight=False)
         console.print(probe_report.table(found))
         for line in [*probe_report.notes(found), found["verdict"], f"written: {output}/probe.json, {output}/probe.png"]:
-            console.print(line, markup=False)
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

@@ -19,13 +19,13 @@ from selfspec.eval.config import EvalConfig, load_eval_config
 from selfspec.eval.engine import Engine, ar
 from selfspec.eval.journal import Journal
 from selfspec.eval.measure import CountError, Meter, Phases, Request, SkippedMethodError
-from selfspec.eval.peers import Transformers, assistant_early_exit, assistant_model, prompt_lookup
+from selfspec.eval.peers import StaticCompiled, Transformers, assistant_early_exit, assistant_model, prompt_lookup
 from selfspec.eval.run import build_methods, evaluate, method_specs
 from selfspec.eval.runner import Runner
 from selfspec.eval.summary import summarise
 from selfspec.eval.tasks import Question, load_questions
 from selfspec.model import EarlyExitModel
-from tests.conftest import build_model
+from tests.conftest import build_model, prompt_of
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -242,6 +242,23 @@ def test_peers_say_the_same_and_leave_the_model_alone(model, tmp_path):
         assistant_model(model)
     with pytest.raises(ValueError, match=r"1\.\.5"):
         assistant_early_exit(model, 6)
+
+
+@pytest.mark.slow
+def test_the_compiled_peer_says_the_same_at_every_cache_length(model):
+    """A prompt that needs a longer cache than the one before compiles anew, before its clock starts."""
+    try:
+        peer = StaticCompiled(model)
+    except SkippedMethodError as error:
+        pytest.skip(str(error))
+    before = model.base.config.to_dict()
+    for length in (20, 150, 30):
+        ids, request = torch.tensor([prompt_of(length)]), Request(8)
+        peer.prepare(ids, request)
+        found = Meter(CPU).measure(lambda meter, ids=ids: peer.run(ids, request, meter, Phases()))  # noqa: B023
+        assert found.tokens == ar(model).run(ids, request, Meter(CPU), Phases())
+    assert list(peer._caches) == [128, 256]
+    assert model.base.config.to_dict() == before
 
 
 def test_methods_take_turns_in_rotating_order():
