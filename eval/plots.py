@@ -12,7 +12,8 @@ Results = dict[str, Any]
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")  # Okabe and Ito
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """The figure as a file's bytes."""
     held = io.BytesIO()
     FigureCanvasAgg(figure)
     figure.savefig(held, format="png", dpi=110, bbox_inches="tight")
@@ -48,7 +49,7 @@ def speedup_by_category(results: Results) -> bytes | None:
     axes.set_xticks(range(len(groups)), list(groups), rotation=40, ha="right")
     axes.set_ylabel("speed over plain decoding (ar)")
     axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _png(figure)
+    return png(figure)
 
 
 def accepted_histogram(results: Results) -> bytes | None:
@@ -66,7 +67,7 @@ def accepted_histogram(results: Results) -> bytes | None:
     axes.set_xlabel("accepted drafts in a cycle")
     axes.set_ylabel("share of cycles")
     axes.legend(frameon=False, fontsize="small")
-    return _png(figure)
+    return png(figure)
 
 
 def acceptance_by_position(results: Results) -> bytes | None:
@@ -86,7 +87,7 @@ def acceptance_by_position(results: Results) -> bytes | None:
     axes.set_xlabel("draft position j")
     axes.set_ylabel("acceptance, given those before")
     axes.legend(frameon=False, fontsize="small")
-    return _png(figure)
+    return png(figure)
 
 
 def cycle_breakdown(results: Results) -> bytes | None:
@@ -107,7 +108,7 @@ def cycle_breakdown(results: Results) -> bytes | None:
     axes.invert_yaxis()
     axes.set_xlabel("steps of plain decoding a cycle; speedup is tau over the whole bar")
     axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _png(figure)
+    return png(figure)
 
 
 PLOTS: dict[str, tuple[Callable[[Results], bytes | None], str]] = {

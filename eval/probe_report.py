@@ -1,11 +1,11 @@
 """What a probe shows: a table, a plot and one sentence, all from the object that ``probe.json`` holds."""
 
-from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
+
+from selfspec.eval.plots import png
 
 LABELS = {"lens": "logit lens", "bridge": "closed-form bridge"}
 STYLES = {"lens": {"color": "tab:gray", "marker": "o"}, "bridge": {"color": "tab:blue", "marker": "s"}}
@@ -67,10 +67,9 @@ def verdict(found: dict[str, Any]) -> str:
     return text if speedup > 1 else f"{text}: not above 1, so do not draft without training"
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Agreement and predicted speedup by layer, in two panels."""
+def plot(found: dict[str, Any]) -> bytes:
+    """Agreement and predicted speedup by layer, in two panels; a PNG."""
     figure = Figure(figsize=(10, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for name, label in LABELS.items():
         held = [c for c in found["exits"] if c["exit"] == name]
@@ -89,4 +88,4 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     figure.suptitle(f"{found['model']}, {found['dtype']}, {found['provenance']['device']}", fontsize="medium")
-    figure.savefig(path, dpi=120)
+    return png(figure)

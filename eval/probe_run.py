@@ -14,7 +14,7 @@ from selfspec.eval import probe, probe_report, probe_text
 from selfspec.eval.probe import Candidate
 from selfspec.eval.probe_costs import measure_costs
 from selfspec.eval.probe_text import Report, Sample
-from selfspec.files import write_atomically
+from selfspec.files import check_writable, write_atomically
 from selfspec.pretrained import load_target_model, resolve_dtype, usable_device
 from selfspec.provenance import provenance
 from selfspec.target import Target
@@ -64,7 +64,8 @@ def run(config: ProbeConfig, output: Path, report: Report) -> dict[str, Any]:
     """
     config.check()
     records = [] if config.text is None else probe_text.read_file(config.text)
-    check_writable(output)
+    output.mkdir(parents=True, exist_ok=True)
+    check_writable(output / "probe.json")
     transformers_logging.disable_progress_bar()
     judging, decoding = config.dtypes()
     target, tokenizer = config.load(judging)
@@ -102,15 +103,8 @@ def run(config: ProbeConfig, output: Path, report: Report) -> dict[str, Any]:
     }
     found["verdict"] = probe_report.verdict(found)
     write_atomically(output / "probe.json", (json.dumps(found, indent=1) + "\n").encode())
-    probe_report.plot(found, output / "probe.png")
+    write_atomically(output / "probe.png", probe_report.plot(found))
     return found
-
-
-def check_writable(folder: Path) -> None:
-    """Make ``folder``; raises OSError where nothing can be written into it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "probe.writable", b"")
-    (folder / "probe.writable").unlink()
 
 
 def check_layers(layers: Sequence[int] | None, num_layers: int) -> list[int]:
