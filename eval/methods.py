@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from selfspec.eval.engine import AR, Engine, ar
 from selfspec.eval.measure import Method
-from selfspec.eval.peers import StaticCompiled, Transformers, assistant_early_exit, assistant_model, prompt_lookup
+from selfspec.eval.peers import PEER, StaticCompiled, Transformers, assistant_early_exit, assistant_model, prompt_lookup
 
 METHODS: dict[str, Callable[..., Method]] = {
     AR: ar,
     "selfspec": Engine,
-    "transformers": Transformers,
+    PEER: Transformers,
     "transformers-static": StaticCompiled,
     "assistant_early_exit": assistant_early_exit,
     "prompt_lookup": prompt_lookup,

@@ -14,17 +14,22 @@ from selfspec.eval.measure import Meter, Phases, Request, SkippedMethodError
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model
 
+PEER = "transformers"  # its generate as it comes
 STATIC_TIERS = (128, 256, 512, 1024, 2048, 4096, 8192)  # cache lengths: one compiled graph each
 
 
 class Transformers:
-    """transformers' own generate on the untouched base; ``options`` are its own arguments."""
+    """transformers' own generate on the untouched base; ``options`` are its own arguments.
 
-    reference, is_promised = AR, False
+    Its speculative forms are held against its own plain decoding: what sets the two engines apart is not their doing.
+    """
+
+    is_promised = False
 
     def __init__(self, model: EarlyExitModel, **options: Any) -> None:
         self.base, self.tokenizer, self.options = model.base, model.tokenizer, options
         self.is_ar = not options
+        self.reference = AR if self.is_ar else PEER
 
     def prepare(self, ids: Tensor, request: Request) -> None:
         """Nothing."""
@@ -79,7 +84,7 @@ class StaticCompiled(Transformers):
 
     def __init__(self, model: EarlyExitModel) -> None:
         super().__init__(model)
-        self.is_ar = True
+        self.is_ar, self.reference = True, AR
         self._caches: dict[int, StaticCache] = {}
         self._length = 0  # of the cache that the prompt at hand needs
         self._compile = CompileConfig(fullgraph=False, dynamic=False)

@@ -26,7 +26,7 @@ def _drafting(results: Results) -> dict[str, Any]:
 
 def speedup_by_category(results: Results) -> bytes | None:
     """Speed over plain decoding by category, with intervals, of every method that is not a plain one."""
-    names = [name for name, row in results["summary"].items() if row["tau"] > 1.001 and row["speedup"] is not None]
+    names = [name for name, row in results["summary"].items() if not row["is_ar"] and row["speedup"] is not None]
     groups = {**results["by_category"], "all": results["summary"]}
     if not names:
         return None
@@ -54,7 +54,7 @@ def speedup_by_category(results: Results) -> bytes | None:
 
 def accepted_histogram(results: Results) -> bytes | None:
     """Share of cycles by accepted length."""
-    held = {name: row for name, row in results["summary"].items() if row["tau"] > 1.001}
+    held = {name: row for name, row in results["summary"].items() if not row["is_ar"] and row["accepted_histogram"]}
     if not held:
         return None
     figure = Figure(figsize=(6.5, 3.6))

@@ -50,10 +50,16 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             f"{row['tau']:.2f}",
             "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}",
             f"{row['num_identical']} of {row['num_compared_texts']}" if row["num_compared_texts"] else "",
-            {None: "not promised", True: "yes", False: "NO"}[row["lossless"]],
+            _lossless(row),
         ]
         for name, row in summary.items()
     ]
+
+
+def _lossless(row: dict[str, Any]) -> str:
+    if row["is_ar"]:
+        return "plain decoding"
+    return {None: "not promised", True: "yes", False: "NO"}[row["lossless"]]
 
 
 def _ratio(row: dict[str, Any], name: str) -> str:
@@ -85,8 +91,9 @@ def markdown(results: Results, source: str) -> str:
     skipped = "; ".join(f"{name}: {why}" for name, why in results["skipped"].items())
     lines += [
         "",
-        "Texts are held against plain decoding: `ar`, one row at a time, or at the same row width (`ar-wide-2`) where "
-        "exact mode promises the same text. Lossless: every text is the same, or differs first at a near-tie of at "
+        "Texts are held against plain decoding: of this engine, `ar`, one row at a time, or the same row width "
+        "(`ar-wide-2`) where exact mode promises the same text; for transformers' drafting against its own generate. "
+        "Lossless: every text is the same, or differs first at a near-tie of at "
         "most 4 units in the last place, as plain decoding at another width does too."
         + (f" Skipped: {skipped}." if skipped else ""),
         f"Source: [{source}]({source}), commit {str(where['commit'])[:9]}, {where['date'][:10]}.",

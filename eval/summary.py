@@ -11,9 +11,9 @@ import numpy as np
 
 from selfspec.eval.config import EvalConfig
 from selfspec.eval.engine import AR
+from selfspec.eval.peers import PEER
 
 Row = dict[str, Any]
-PEER = "transformers"  # its generate as it comes
 SLOW = 1.05  # plain decoding of others this much faster than ours is said so
 
 
@@ -33,7 +33,7 @@ def summarise(rows: Sequence[Row], is_ar: Mapping[str, bool], config: EvalConfig
     return {
         "num_prompts": len({_key(row) for row in first}),
         "failures": failures,
-        "notes": notes(by_temperature, is_ar, len(failures)),
+        "notes": notes(by_temperature, len(failures)),
         "summary": by_temperature[str(config.temperatures[0])],
         "by_temperature": by_temperature,
         "by_category": {
@@ -53,6 +53,7 @@ def summarise_group(rows: Sequence[Row], is_ar: Mapping[str, bool], config: Eval
     for name in is_ar:
         own = list(good[name].values())
         found[name] = {
+            "is_ar": is_ar[name],
             "num_prompts": len(own),
             "num_failures": len(held[name]) - len(own),
             "tokens_per_second": speed[name],
@@ -82,20 +83,21 @@ def _model(figures: Row, plain: Row) -> float | None:
     return modelled
 
 
-def notes(by_temperature: Mapping[str, Mapping[str, Row]], is_ar: Mapping[str, bool], num_failures: int) -> list[str]:
+def notes(by_temperature: Mapping[str, Mapping[str, Row]], num_failures: int) -> list[str]:
     """What stands in the first lines of a report: failures, a baseline that is slower than another, texts not kept."""
     said = [f"{num_failures} runs failed; they are listed, and left out of every ratio"] if num_failures else []
     for temperature, summary in by_temperature.items():
         for name, figures in summary.items():
             interval = figures["speedup_ci"]
-            if is_ar.get(name) and name != AR and interval is not None and interval[0] > SLOW:
+            if figures["is_ar"] and name != AR and interval is not None and interval[0] > SLOW:
                 said.append(
                     f"temperature {temperature}: {name} is {figures['speedup']:.2f} times as fast as {AR}: quote "
                     "speedups over the best plain decoding"
                 )
             if figures["lossless"] is False:
+                verdict = "decodes plainly, but not as this engine does" if figures["is_ar"] else "is not lossless"
                 said.append(
-                    f"temperature {temperature}: {name} is not lossless: {figures['num_not_explained']} of "
+                    f"temperature {temperature}: {name} {verdict}: {figures['num_not_explained']} of "
                     f"{figures['num_compared_texts']} texts differ at more than a near-tie"
                 )
     return said
