@@ -94,7 +94,7 @@ class Runner:
         prompt = ids[0].tolist()
         for name, run in runs.items():
             method = self.methods[name]
-            expected = runs.get(method.reference, runs[AR])  # its own engine's plain decoding may not have been asked for
+            expected = runs.get(method.reference, runs[AR])  # its own engine's may not have been asked for
             is_comparable = request.temperature == 0 or method.is_promised
             if not isinstance(run, Measured) or not isinstance(expected, Measured) or not is_comparable:
                 continue

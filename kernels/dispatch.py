@@ -1,28 +1,58 @@
 """The one place that chooses between a kernel and its pure-torch reference."""
 
+import functools
+import importlib
+import importlib.util
+import logging
 import os
+import platform
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import attention_reference, linear_cpu
+from . import attention_reference
 
-CHOICES = ("reference", "triton")
+logger = logging.getLogger(__name__)
+CHOICES = ("reference", "cpu", "triton")
+FEW_ROWS = 64  # of a decoding pass; a prompt has more
 
 
 def implementation(device: torch.device | str = "cpu") -> str:
     """Name of the implementation that runs on ``device``; SELFSPEC_KERNELS overrides it.
 
-    Raises ValueError for a value of SELFSPEC_KERNELS that is not one of reference, triton, and NotImplementedError for
-    triton, whose kernels are not part of this release.
+    Raises ValueError for a value of SELFSPEC_KERNELS that is not one of reference, cpu and triton, and
+    NotImplementedError for triton, whose kernels are not part of this release.
     """
-    del device  # every device runs the reference until the Triton kernels land
-    choice = os.environ.get("SELFSPEC_KERNELS", "reference")
-    if choice not in CHOICES:
+    return _chosen(os.environ.get("SELFSPEC_KERNELS"), torch.device(device).type)
+
+
+@functools.cache
+def _chosen(choice: str | None, device_type: str) -> str:
+    if choice is not None and choice not in CHOICES:
         raise ValueError(f"SELFSPEC_KERNELS={choice!r}; choose one of {', '.join(CHOICES)}")
     if choice == "triton":
         raise NotImplementedError("SELFSPEC_KERNELS=triton: no Triton kernel yet, use SELFSPEC_KERNELS=reference")
-    return choice
+    is_cpu = device_type == "cpu" and choice != "reference" and _has_compiler()
+    return "cpu" if is_cpu else "reference"
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    has_numba = importlib.util.find_spec("numba") is not None
+    if not has_numba:
+        logger.warning("numba is not installed: slower products on this CPU; pip install numba")
+    return has_numba
+
+
+def cpu_kernels(device: torch.device) -> Any:
+    """The module `cpu_layers`, compiled at its first import; None where the reference runs."""
+    return _cpu_layers() if implementation(device) == "cpu" else None
+
+
+@functools.cache
+def _cpu_layers() -> Any:
+    return importlib.import_module(f"{__package__}.cpu_layers")
 
 
 def attention(
@@ -42,25 +72,34 @@ def attention(
 
 def cache_dtype(key: Tensor) -> torch.dtype:
     """What to keep keys and values like ``key`` in: float32 on a CPU that would have to emulate bfloat16."""
-    is_emulated = key.dtype == torch.bfloat16 and key.device.type == "cpu" and not linear_cpu.has_bfloat16()
-    return torch.float32 if is_emulated else key.dtype
+    return torch.float32 if _is_emulated(key) else key.dtype
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: linear_cpu.Product | None = None) -> Tensor:
-    """x [..., R, I] times weight [O, I] transposed, plus bias [O]: [..., R, O]; ``packed`` is `pack` of weight."""
-    return torch.nn.functional.linear(x, weight, bias) if packed is None else packed(x, bias)
-
-
-def pack(weight: Tensor) -> linear_cpu.Product | None:
-    """See `linear_cpu.pack`."""
-    return linear_cpu.pack(weight)
-
-
-def profits_from_packing(x: Tensor, weight: Tensor) -> bool:
-    """See `linear_cpu.profits_from_packing`."""
-    return linear_cpu.profits_from_packing(x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., R, I] times weight [O, I] transposed, plus bias [O]: [..., R, O]."""
+    if x.device.type == "cpu" and x.dtype == weight.dtype and not torch.is_grad_enabled():
+        kernels = cpu_kernels(x.device) if x.numel() <= FEW_ROWS * x.shape[-1] else None
+        if kernels is not None and kernels.takes(weight):
+            return kernels.linear(x, weight, bias)
+        if _is_emulated(x):  # many rows: one conversion of the weight is cheaper than emulated products
+            wide = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            return wide.to(x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def bfloat16_is_fast() -> bool:
-    """Whether bfloat16 is the quick dtype on this CPU: by its instructions, or over packed weights."""
-    return linear_cpu.has_bfloat16() or linear_cpu.has_half()
+    """Whether bfloat16 is the quick dtype on this CPU: by its instructions, or by our products."""
+    return _has_bfloat16() or implementation("cpu") == "cpu"
+
+
+def _is_emulated(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _has_bfloat16()
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 natively (AVX512-BF16, AMX, Arm BF16); emulation does not count."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return not is_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -32,6 +32,7 @@ class KVCache:
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
         self._first = self._end = 0
+        self.plans: dict[Any, Any] = {}  # kept by kernels that go by addresses, which live as long as the tensors
 
     def open(self, first: int, num_rows: int, read_end: int) -> None:
         """Begin a pass: its rows go to slots [first, first + num_rows), its attention spans slots [0, read_end)."""
@@ -41,16 +42,25 @@ class KVCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if keys is None or values is None:
-            dtype = dispatch.cache_dtype(key)
-            keys = self._keys[layer_idx] = key.new_zeros(*key.shape[:2], self.capacity, key.shape[3], dtype=dtype)
-            values = key.new_zeros(*value.shape[:2], self.capacity, value.shape[3], dtype=dtype)
-            self._values[layer_idx] = values
+        keys, values = self.tensors(layer_idx, key, key.shape[1], key.shape[3], value.shape[3])
         stop = self._first + key.shape[2]
         keys[:, :, self._first : stop] = key
         values[:, :, self._first : stop] = value
         return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def tensors(
+        self, layer: int, like: Tensor, heads: int, width: int, value_width: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, slots, width] of a layer, allocated now if need be, for states ``like`` [B, ...].
+
+        There are as many slots as the capacity, rounded up to a multiple of 8 for kernels that read 8 at a time.
+        """
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            shape, dtype = (like.shape[0], heads, -(-self.capacity // 8) * 8), dispatch.cache_dtype(like)
+            keys = self._keys[layer] = like.new_zeros(*shape, width, dtype=dtype)
+            values = self._values[layer] = like.new_zeros(*shape, value_width or width, dtype=dtype)
+        return keys, values
 
     def advance(self, layers: range, num_rows: int) -> None:
         """Count ``num_rows`` more valid rows in ``layers``."""

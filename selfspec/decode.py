@@ -87,7 +87,8 @@ class DecodeState:
     def probs(self, logits: Tensor, draft: Draft) -> Tensor | RowProbs:
         """The target's distribution at every row, from ``logits`` [K + 1, V].
 
-        With processors of the user's a function instead, which runs them on accepted rows only, in order.
+        With processors of the user's a function instead, which runs them on accepted rows only, in order. Where nothing
+        but its argmax counts, the logits themselves.
         """
 
         def row_probs(row: int, path: list[int]) -> Tensor:
@@ -96,15 +97,18 @@ class DecodeState:
             scores, mask = logits[row : row + 1], self.forbidden(len(prefix))
             return logits_to_probs(scores, self.sampling, [prefix], mask, process)[0]
 
-        is_plain = not self.processors and self.sampling.repetition_penalty == 1
-        if is_plain and len(self.tokens) >= self.min_length:
-            return logits_to_probs(logits, self.sampling)[None]
-        return row_probs
+        has_history = bool(self.processors) or self.sampling.repetition_penalty != 1
+        if has_history or len(self.tokens) < self.min_length:
+            return row_probs
+        if self.sampling.is_greedy and self.rule == "coupled":
+            return logits[None]
+        return logits_to_probs(logits, self.sampling)[None]
 
     def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
         """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""
         path = verdict.path[0, : int(verdict.num_accepted[0])].tolist()
-        require_finite(scored.logits[[0, *path]], scored.first)  # rejected rows are none of plain decoding's business
+        standing = scored.logits[: 1 + len(path)] if draft.is_chain else scored.logits[[0, *path]]
+        require_finite(standing, scored.first)  # rejected rows are none of plain decoding's business
         emitted: list[int] = []
         for token in [int(draft.tokens[0, row - 1]) for row in path] + [int(verdict.next_token[0])]:
             emitted.append(token)
@@ -198,10 +202,11 @@ def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
     for parent in draft.parents[0].tolist():
         depths.append(depths[parent] + 1)
     positions = [len(state.tokens) + depth for depth in depths]  # of the token that each row predicts
+    if state.rule == "coupled" and state.sampling.is_greedy:
+        return verify_coupled(probs, draft, None)
     ids = torch.arange(state.vocab_size, device=state.device)
     if state.rule == "coupled":
-        noise = None if state.sampling.is_greedy else uniform(state.seed, TARGET_STREAM, positions, ids)[None]
-        return verify_coupled(probs, draft, noise)
+        return verify_coupled(probs, draft, uniform(state.seed, TARGET_STREAM, positions, ids)[None])
     accept = uniform(state.seed, ACCEPT_STREAM, positions[:1], torch.arange(draft.num_drafted, device=state.device))
     recover = uniform(state.seed, RECOVER_STREAM, positions, ids)
     return verify_rejection(probs, draft, accept, recover[None])

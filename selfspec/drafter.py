@@ -125,7 +125,7 @@ class ChainDrafter:
         stream = DRAFT_STREAM if state.rule == "rejection" else TARGET_STREAM  # coupled: guess with the same noise
         ids = self.exit_head.token_ids(self.target)
         noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
-        return int(ids[draw(q, noise)])
+        return int(ids[int(draw(q, noise))])
 
 
 def _is_hopeless(state: "DecodeState") -> bool:

@@ -66,7 +66,7 @@ class EarlyExitModel:
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.exits: dict[str, ExitHead] = exits or {}
-        self._row_exact_widths: set[int] = set()  # those seen to be
+        self._row_exact: set[tuple[int, int]] = set()  # widths, and numbers of rows, that were seen to be
         self._lock = threading.Lock()
 
     @property
@@ -302,18 +302,21 @@ class EarlyExitModel:
         return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
 
     def _exact_width(self, draft_len: int) -> int:
-        """The row width of exact mode: the smallest that holds the rows, or the next one where that is not exact.
+        """The row width of exact mode: 1 where rows are exact as they come, else one that holds them all.
 
         Raises ValueError where this model's rows depend on their neighbours or on their index.
         """
         smallest = EXACT_WIDTHS.index(exact_width(draft_len))
-        for width in EXACT_WIDTHS[smallest : smallest + 2]:
-            if width in self._row_exact_widths:
+        self.target.notice_changes()
+        unpadded = [1] if self.target.fused.is_in_use else []  # by construction, at any number of rows
+        for width in (*unpadded, *EXACT_WIDTHS[smallest : smallest + 2]):
+            key = (width, max(width, draft_len + 1))
+            if key in self._row_exact:
                 return width
             with self.alone():
-                is_exact = self.target.is_row_exact(width)
+                is_exact = self.target.is_row_exact(*key)
             if is_exact:
-                self._row_exact_widths.add(width)
+                self._row_exact.add(key)
                 return width
         raise ValueError(
             f"{self.target.family}: a row's logits depend on the rows beside it in {self.target.dtype}: exact mode "

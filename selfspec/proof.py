@@ -48,26 +48,27 @@ def check_split(target: "Target") -> None:
 
 
 @torch.no_grad()
-def is_row_exact(target: "Target", width: int) -> bool:
+def is_row_exact(target: "Target", width: int, num_rows: int | None = None) -> bool:
     """Whether, at a fixed row width, a row's logits depend neither on its neighbours nor on its index.
 
-    Runs ``width`` tokens behind a short prompt one at a time and in one pass, and compares with `torch.equal`.
-    False for mixture-of-experts models and some quantised kernels: then bit-exact decoding cannot be had.
+    Runs ``num_rows`` tokens (as many as the width unless given) behind a short prompt one at a time and in one pass,
+    and compares with `torch.equal`. Width 1 asks whether rows are exact without any padding. False for
+    mixture-of-experts models and some quantised kernels: then bit-exact decoding cannot be had.
     """
-    num_prompt = 7
+    num_prompt, num_rows = 7, num_rows or width
     generator = torch.Generator().manual_seed(2)
     high = _num_ids(target)
-    tokens = torch.randint(0, high, (1, num_prompt + width), generator=generator).to(target.device)
-    cache = KVCache(target.num_layers, num_prompt + 2 * width, width)
+    tokens = torch.randint(0, high, (1, num_prompt + num_rows), generator=generator).to(target.device)
+    cache = KVCache(target.num_layers, num_prompt + num_rows + width, width)
 
     def run(first: int, last: int) -> Tensor:
         hidden = target.run_layers(target.embed(tokens[:, first:last], first), 0, target.num_layers, cache)
         return target.logits(hidden, cache)
 
     run(0, num_prompt)
-    single = torch.cat([run(i, i + 1) for i in range(num_prompt, num_prompt + width)], dim=1)
+    single = torch.cat([run(i, i + 1) for i in range(num_prompt, num_prompt + num_rows)], dim=1)
     cache.rollback(num_prompt)
-    return torch.equal(single, run(num_prompt, num_prompt + width))
+    return torch.equal(single, run(num_prompt, num_prompt + num_rows))
 
 
 def whole_and_split(target: "Target", tokens: Tensor) -> tuple[Tensor, Tensor]:

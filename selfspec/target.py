@@ -23,9 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from selfspec import proof
 from selfspec.cache import KVCache
 from selfspec.clones import bare_clone, shallow_clone
+from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
-from selfspec.linears import forget_changed, with_dispatched_linears
+from selfspec.linears import with_dispatched_linears
 from selfspec.masks import MaskRule, row_mask, tree_shape
 from selfspec.proof import UnsupportedModelError
 
@@ -106,7 +107,8 @@ class Target:
         self.config = base.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         dispatch.implementation(self.device)  # names a wrong choice of kernels now, not in the middle of a text
-        self._table: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.table: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # how the family calls each layer
+        self.fused = FusedLayers(self)
         self._table_size = 0
         self._rows_cache: _Rows | None = None
         self.is_plain_embed = self.is_plain_head = False
@@ -192,9 +194,9 @@ class Target:
         """See `proof.check_split`; runs at set-up."""
         proof.check_split(self)
 
-    def is_row_exact(self, width: int) -> bool:
+    def is_row_exact(self, width: int, num_rows: int | None = None) -> bool:
         """See `proof.is_row_exact`."""
-        return proof.is_row_exact(self, width)
+        return proof.is_row_exact(self, width, num_rows)
 
     @property
     def base_layers(self) -> list[nn.Module]:
@@ -202,9 +204,8 @@ class Target:
         return list(self.base.get_submodule(".".join(self._path)).children())
 
     def notice_changes(self) -> None:
-        """Forget copies of weights that were edited since they were made; called where a text begins."""
-        for module in (*self.layers, self.head.output):
-            forget_changed(module)
+        """Look at the layers again, whose weights and hooks may have changed; called where a text begins."""
+        self.fused.forget()
 
     # ---- the three primitives ------------------------------------------------------------------------------------
 
@@ -241,13 +242,19 @@ class Target:
         parents: Sequence[int] | None = None,
     ) -> Tensor:
         """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``."""
-        num_rows = hidden.shape[1]
+        num_rows, first = hidden.shape[1], cache.lengths[slots.start]
         is_exact = cache.width is not None and slots.start < self.num_layers and num_rows <= cache.width
         if is_exact:
             hidden = pad_rows(hidden, cache.width)
-        first = cache.lengths[slots.start]
+        if cache.capacity > self._table_size:
+            self._prepare(min(cache.capacity, self.context_length or cache.capacity))
+        cache.open(first, hidden.shape[1], first + hidden.shape[1])
+        made = self.fused.run(modules, hidden, slots, cache, parents)
+        if made is not None:
+            cache.advance(slots, num_rows)
+            return made[:, :num_rows]
         read_end = cache.capacity if is_exact else first + hidden.shape[1]
-        rows = self._place(cache, first, hidden.shape[1], read_end, parents)
+        rows = self._place(first, hidden.shape[1], read_end, parents)
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
             hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], cache)
@@ -327,13 +334,13 @@ class Target:
         cache, positions = DynamicCache(), torch.arange(size, device=self.device)[None]
         self._run_shell(inputs_embeds=embeds, position_ids=positions, past_key_values=cache)
         calls = [r.call for r in self._recorders]
-        self._table = [
+        self.table = [
             (tuple(_CACHE if a is cache else a for a in args), {k: _CACHE if v is cache else v for k, v in kw.items()})
             for args, kw in (c for c in calls if c is not None)
         ]
         self._table_size, self._rows_cache = size, None
 
-    def _place(self, cache: KVCache, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None) -> _Rows:
+    def _place(self, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None) -> _Rows:
         tree = None if parents is None else tuple(parents)
         held = self._rows_cache
         if held is None or (held.first, held.num_rows, held.read_end, held.parents) != (
@@ -342,7 +349,6 @@ class Target:
             read_end,
             tree,
         ):
-            self._prepare(min(cache.capacity, self.context_length or cache.capacity))
             self._rows_cache = held = self._fill(first, num_rows, read_end, tree, None)
         return held
 
@@ -373,7 +379,7 @@ class Target:
 
         shared: dict[tuple[Any, ...], tuple[tuple[Any, ...], dict[str, Any]]] = {}
         calls = []
-        for args, kwargs in self._table:
+        for args, kwargs in self.table:
             key = (*map(id, args), *kwargs, *map(id, kwargs.values()))
             if key not in shared:
                 shared[key] = (tuple(cut(a) for a in args), {k: cut(v) for k, v in kwargs.items()})

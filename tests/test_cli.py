@@ -161,7 +161,8 @@ def test_info_names_what_would_run():
     run = selfspec("info", "--json")
     assert run.exit_code == 0, run.stderr
     found = json.loads(run.stdout)
-    assert found["kernels"] == "reference"
+    assert found["kernels"] == "cpu"
+    assert json.loads(selfspec("info", "--json", SELFSPEC_KERNELS="reference").stdout)["kernels"] == "reference"
     assert found["versions"]["torch"]
     assert selfspec("info", SELFSPEC_KERNELS="cuda").exit_code == 2
 

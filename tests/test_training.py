@@ -373,8 +373,11 @@ def test_kept_states_are_read_back_and_broken_ones_made_again(
         for made, kept in zip(collect(target, config, rows), collect_cached(*arguments), strict=True):
             assert vars(made).keys() == vars(kept).keys()
             for name, value in vars(made).items():
-                same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
-                assert same(getattr(kept, name), value), name
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    torch.testing.assert_close(getattr(kept, name), value)  # made in other batches
+                else:
+                    same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+                    assert same(getattr(kept, name), value), name
         assert passes == expected_passes
 
     arguments = (target, config, rows, tmp_path, "this target", 2)

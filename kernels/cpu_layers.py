@@ -1,0 +1,314 @@
+"""Decoder layers of the Llama kind on a CPU: the rows of a pass through a range of layers in one call.
+
+    n = norm(h),  h += o(attention(rotate(q(n)), rotate(k(n)), v(n)));    n = norm(h),  h += down(silu(gate(n)) * up(n))
+
+Between two products nothing leaves the processor's cache and no Python runs, so that a pass costs what reading the
+weights costs. A row is computed by the same code in the same order whatever rows stand beside it: its bits depend on
+nothing but what it may see. Weights and cache are used where they lie, nothing is copied.
+
+A team of threads shares each product; a barrier stands wherever one thread needs what another made.
+
+Shapes: R rows, D hidden, H query heads, G key/value heads, W head width, F width of the MLP, S positions, T slots.
+"""
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+import torch
+from numba import cfunc, njit, types
+from torch import Tensor
+
+from . import cpu_math as cm
+from .cpu_dot import BLOCK, LANES, MAX_ROWS
+
+# the words of a call: sizes and addresses
+(NUM_LAYERS, LAYERS, NUM_ROWS, HIDDEN, FIRST, POSITIONS, ANCESTORS, SIZE, HEADS, GROUPS, HEAD_WIDTH, MLP_WIDTH, COS,
+ SIN, SCALARS, IS_WIDE, CAPACITY, IS_WIDE_CACHE, SHARED, PRIVATE, PRIVATE_SIZE, NUM_THREADS) = range(22)  # fmt: skip
+# the words of a layer: addresses of weights in the model's dtype, norms and biases in float32 (0: none), its cache
+(NORM_1, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, NORM_2, GATE, UP, DOWN, KEYS,
+ VALUES) = range(17)  # fmt: skip
+LAYER_WORDS = 17
+
+_barrier = types.ExternalFunction("GOMP_barrier", types.void())
+_thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+
+
+@njit
+def _wait(team: int) -> None:
+    """Go on when every thread of the team is here."""
+    if team > 1:
+        _barrier()
+
+
+@njit
+def _project(a: Any, w: Any, normed: int, qkv: int, thread: int) -> None:
+    """A thread's share of q, k and v of all rows, side by side: [R, (H + 2 G) W]."""
+    rows, size, is_wide, team = a[NUM_ROWS], a[SIZE], a[IS_WIDE], a[NUM_THREADS]
+    num_q, num_k = a[HEADS] * a[HEAD_WIDTH], a[GROUPS] * a[HEAD_WIDTH]
+    stride = num_q + 2 * num_k
+    for weight, bias, place, count in (
+        (w[Q], w[Q_BIAS], 0, num_q),
+        (w[K], w[K_BIAS], num_q, num_k),
+        (w[V], w[V_BIAS], num_q + num_k, num_k),
+    ):
+        begin, end = cm.share(count, thread, team)
+        cm.product(normed, weight, qkv + 4 * place, rows, size, count, begin, end, stride, is_wide)
+        cm.settle(qkv + 4 * place, bias, rows, begin, end, stride, is_wide)
+
+
+@njit
+def _rotate_and_keep(a: Any, w: Any, qkv: int, group: int) -> None:
+    """Norm and rotate a group's query heads and its key at all rows; write key and value into the cache."""
+    heads, groups, width, is_wide = a[HEADS], a[GROUPS], a[HEAD_WIDTH], a[IS_WIDE]
+    per_group, eps, positions = heads // groups, cm.floats(a[SCALARS])[1], cm.words(a[POSITIONS])
+    for r in range(a[NUM_ROWS]):
+        row, table = qkv + 4 * r * (heads + 2 * groups) * width, 4 * positions[r] * width
+        key, value = row + 4 * (heads + group) * width, row + 4 * (heads + groups + group) * width
+        for h in range(per_group + 1):
+            head, weight = row + 4 * (group * per_group + h) * width, w[Q_NORM]
+            if h == per_group:
+                head, weight = key, w[K_NORM]
+            if weight:
+                cm.norm(head, weight, head, 1, width, eps, is_wide)
+            cm.rotate(head, a[COS] + table, a[SIN] + table, width, is_wide)
+        slot = (group * a[CAPACITY] + a[FIRST] + r) * width
+        cm.keep(key, w[KEYS], slot, width, a[IS_WIDE_CACHE])
+        cm.keep(value, w[VALUES], slot, width, a[IS_WIDE_CACHE])
+
+
+@njit
+def _attend(a: Any, q: int, made: int, scores: int, keys: int, values: int, longest: int) -> None:
+    """Attention of a group: queries ``q`` [lines, W], a line a head and row, over its slots -> ``made`` [lines, W].
+
+    A row sees the prefix, then its ancestors among the rows, itself included, in order: its sums are the same whether
+    those lie side by side (a chain) or not (a tree).
+    """
+    cm.stay_apart()
+    rows, first, width, is_wide = a[NUM_ROWS], a[FIRST], a[HEAD_WIDTH], a[IS_WIDE_CACHE]
+    lines, element = a[HEADS] // a[GROUPS] * rows, 4 if is_wide else 2
+    sees, s, out, scale = cm.octets(a[ANCESTORS]), cm.floats(scores), cm.floats(made), cm.floats(a[SCALARS])[0]
+    for t in range(0, first + rows, BLOCK):
+        for line in range(0, lines, MAX_ROWS):
+            cm.dots(q + 4 * line * width, keys + element * t * width, scores + 4 * (line * longest + t), width, longest,
+                    min(lines - line, MAX_ROWS), is_wide)  # fmt: skip
+    for line in range(lines):
+        row, begin = line % rows, line * longest
+        count = begin + first
+        for t in range(begin, count):
+            s[t] *= scale
+        for j in range(row + 1):
+            if sees[row * rows + j]:
+                s[count] = s[begin + first + j] * scale
+                count += 1
+        cm.softmax(scores + 4 * begin, count - begin)
+    if first:
+        for line in range(0, lines, MAX_ROWS):
+            for i in range(0, width, LANES):
+                place = made + 4 * (line * width + i)
+                cm.sums(scores + 4 * line * longest, values + element * i, place, first, longest, width,
+                        min(lines - line, MAX_ROWS), is_wide)  # fmt: skip
+    else:
+        for i in range(lines * width):
+            out[i] = np.float32(0)
+    for line in range(lines):
+        row, count = line % rows, line * longest + first
+        for j in range(row + 1):
+            if sees[row * rows + j]:
+                value = values + element * (first + j) * width
+                cm.add_slot(made + 4 * line * width, s[count], value, width, is_wide)
+                count += 1
+
+
+@njit
+def _attention(a: Any, w: Any, qkv: int, attended: int, private: int, group: int) -> None:
+    """One group's part of ``attended`` [R, H W]; ``private`` is room for its queries, outputs and scores."""
+    rows, heads, groups, width = a[NUM_ROWS], a[HEADS], a[GROUPS], a[HEAD_WIDTH]
+    per_group, element = heads // groups, 4 if a[IS_WIDE_CACHE] else 2
+    made = private + 4 * rows * per_group * width
+    scores = made + 4 * rows * per_group * width
+    longest = (a[FIRST] + rows + BLOCK - 1) // BLOCK * BLOCK  # scores are made eight slots at a time
+    for h in range(per_group):
+        for r in range(rows):
+            head = qkv + 4 * (r * (heads + 2 * groups) + group * per_group + h) * width
+            cm.copy(head, private + 4 * (h * rows + r) * width, width)
+    slots = element * group * a[CAPACITY] * width
+    _attend(a, private, made, scores, w[KEYS] + slots, w[VALUES] + slots, longest)
+    cm.settle(made, 0, 1, 0, per_group * rows * width, 0, a[IS_WIDE])
+    for h in range(per_group):
+        for r in range(rows):
+            head = attended + 4 * (r * heads + group * per_group + h) * width
+            cm.copy(made + 4 * (h * rows + r) * width, head, width)
+
+
+@njit
+def _layer(a: Any, w: Any, thread: int) -> None:
+    """One thread's part of one layer; ``a`` are the words of the call, ``w`` those of the layer."""
+    rows, size, mlp, hidden, is_wide, team = a[NUM_ROWS], a[SIZE], a[MLP_WIDTH], a[HIDDEN], a[IS_WIDE], a[NUM_THREADS]
+    num_q, eps = a[HEADS] * a[HEAD_WIDTH], cm.floats(a[SCALARS])[1]
+    # shared by the team: q, k and v; what attention gives; outputs of a product; the MLP's activations
+    qkv = a[SHARED]
+    attended = qkv + 4 * rows * (num_q + 2 * a[GROUPS] * a[HEAD_WIDTH])
+    made = attended + 4 * rows * num_q
+    active = made + 4 * rows * max(2 * mlp, size)
+    # this thread's own: normed states, and what `_attention` needs
+    normed = a[PRIVATE] + thread * a[PRIVATE_SIZE]
+    own = normed + 4 * rows * size
+
+    cm.norm(hidden, w[NORM_1], normed, rows, size, eps, is_wide)
+    _project(a, w, normed, qkv, thread)
+    _wait(team)
+    for group in range(thread, a[GROUPS], team):
+        _rotate_and_keep(a, w, qkv, group)
+        _attention(a, w, qkv, attended, own, group)
+    _wait(team)
+    begin, end = cm.share(size, thread, team)
+    cm.product(attended, w[OUT], made, rows, num_q, size, begin, end, size, is_wide)
+    cm.settle(made, w[OUT_BIAS], rows, begin, end, size, is_wide)
+    cm.add(hidden, made, rows, begin, end, size, is_wide)
+    _wait(team)
+    cm.norm(hidden, w[NORM_2], normed, rows, size, eps, is_wide)
+    begin, end = cm.share(mlp, thread, team)
+    cm.product(normed, w[GATE], made, rows, size, mlp, begin, end, 2 * mlp, is_wide)
+    cm.product(normed, w[UP], made + 4 * mlp, rows, size, mlp, begin, end, 2 * mlp, is_wide)
+    cm.activate(made, active, rows, begin, end, mlp, is_wide)
+    _wait(team)
+    begin, end = cm.share(size, thread, team)
+    cm.product(active, w[DOWN], made, rows, mlp, size, begin, end, size, is_wide)
+    cm.add(hidden, made, rows, begin, end, size, is_wide)
+    _wait(team)
+
+
+def _load_team() -> Any:
+    """Starts a team of threads, by GNU OpenMP as torch brought it, so that torch's own threads do the work.
+
+    None where torch runs on another library: then one thread works, and the names only stand for it.
+    """
+    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")):
+        llvmlite.binding.load_library_permanently(str(path))
+        return ctypes.CDLL(str(path)).GOMP_parallel
+    nothing = ctypes.cast(ctypes.pythonapi.Py_GetVersion, ctypes.c_void_p).value  # never called: any address will do
+    for name in ("GOMP_barrier", "omp_get_thread_num"):
+        llvmlite.binding.add_symbol(name, nothing)
+    return None
+
+
+_start_team = _load_team()
+
+
+def _compiled(function: Callable[[int], None]) -> Any:
+    """``function`` as machine code; kept on disk, under a name that changes with the sources, where that can be."""
+    sources = [Path(__file__).with_name(f"cpu_{name}.py") for name in ("dot", "math", "layers")]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    function.__qualname__ = f"{function.__name__}_{digest}"
+    try:
+        return cfunc(types.void(types.int64), cache=True)(function)
+    except RuntimeError:  # nowhere to keep it
+        return cfunc(types.void(types.int64))(function)
+
+
+@_compiled
+def _run_layers(call: int) -> None:
+    a = cm.words(call)
+    thread = _thread_number() if a[NUM_THREADS] > 1 else 0
+    for number in range(a[NUM_LAYERS]):
+        _layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+
+
+@_compiled
+def _run_linear(call: int) -> None:
+    a = cm.words(call)
+    x, weight, bias, y, rows, size, count, is_wide, team = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
+    begin, end = cm.share(count, _thread_number() if team > 1 else 0, team)
+    cm.product(x, weight, y, rows, size, count, begin, end, count, is_wide)
+    cm.settle(y, bias, rows, begin, end, count, is_wide)
+
+
+def num_threads() -> int:
+    """How many threads share a call: torch's setting, where they can be had."""
+    return 1 if _start_team is None else torch.get_num_threads()
+
+
+def _call(function: Any, record: np.ndarray, threads: int) -> None:
+    if threads > 1:
+        _start_team(ctypes.c_void_p(function.address), ctypes.c_void_p(record.ctypes.data), threads, 0)
+    else:
+        function.ctypes(record.ctypes.data)
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether `linear` multiplies with ``weight`` [O, I]."""
+    count, size = weight.shape
+    is_plain = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
+    return is_plain and weight.device.type == "cpu" and size % LANES == 0 and count >= BLOCK
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` [..., R, I] times ``weight`` [O, I] transposed, plus ``bias`` [O], in their dtype: [..., R, O]."""
+    (count, size), threads = weight.shape, num_threads()
+    wide, added = x.float().contiguous(), None if bias is None else bias.float()
+    y = torch.empty(*x.shape[:-1], count)
+    record = np.array([
+        wide.data_ptr(), weight.data_ptr(), 0 if added is None else added.data_ptr(), y.data_ptr(),
+        x.numel() // size, size, count, weight.dtype == torch.float32, threads,
+    ], dtype=np.int64)  # fmt: skip
+    _call(_run_linear, record, threads)
+    return y.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all layers of a call have in common."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    mlp_width: int
+    scale: float  # of the scores
+    eps: float  # of the norms
+
+
+def fits(shape: Shape) -> bool:
+    """Whether `run_layers` takes layers of this shape."""
+    return shape.head_width % LANES == 0 and shape.num_heads % shape.num_kv_heads == 0
+
+
+def run_layers(
+    shape: Shape, layers: np.ndarray, hidden: Tensor, first: int, positions: Sequence[int], cos: Tensor, sin: Tensor,
+    capacity: int, cache_dtype: torch.dtype, ancestors: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run decoder layers on ``hidden`` [1, R, D], float32 or bfloat16, writing the rows' keys and values.
+
+    ``layers`` [n, 17] holds the words of each layer (see above). Each cache is [G, capacity, W] in ``cache_dtype``; the
+    capacity is a multiple of 8. Rows take the slots first, first + 1, ... and stand at ``positions`` of the tables
+    ``cos``, ``sin`` [S, W] in float32; ``ancestors`` [R, R], boolean, says who sees whom among them (None: a chain).
+    Returns [1, R, D].
+    """
+    rows, threads, heads, width = hidden.shape[1], num_threads(), shape.num_heads, shape.head_width
+    states = hidden.float() if hidden.dtype != torch.float32 else hidden.clone(memory_format=torch.contiguous_format)
+    sees = _chain(rows) if ancestors is None else ancestors.contiguous()
+    widest = max(shape.mlp_width, shape.hidden_size)
+    shared = torch.empty(rows * (2 * (heads + shape.num_kv_heads) * width + 3 * widest))
+    private = rows * shape.hidden_size + rows * heads // shape.num_kv_heads * (2 * width + first + rows + BLOCK)
+    own = torch.empty(threads, private)
+    scalars, places = np.array([shape.scale, shape.eps], dtype=np.float32), np.array(positions, dtype=np.int64)
+    record = np.array([
+        len(layers), layers.ctypes.data, rows, states.data_ptr(), first, places.ctypes.data, sees.data_ptr(),
+        shape.hidden_size, heads, shape.num_kv_heads, width, shape.mlp_width, cos.data_ptr(), sin.data_ptr(),
+        scalars.ctypes.data, hidden.dtype == torch.float32, capacity, cache_dtype == torch.float32, shared.data_ptr(),
+        own.data_ptr(), 4 * private, threads,
+    ], dtype=np.int64)  # fmt: skip
+    _call(_run_layers, record, threads)
+    return states.to(hidden.dtype)
+
+
+@functools.cache
+def _chain(rows: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool).tril()

@@ -1,0 +1,266 @@
+"""The steps of a decoder layer on a CPU, on addresses of float32 values: each is one loop that LLVM vectorises.
+
+Values are rounded to the model's dtype wherever the family's own modules round. What one row gives depends on that row
+alone. ``is_wide`` says that the model computes in float32, ``is_wide_cache`` that its cache is kept so; else bfloat16.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from .cpu_dot import BLOCK, MAX_ROWS, dot_block, sum_block
+
+FAST = {"reassoc", "contract", "nsz"}
+
+
+def _pointer_to(kind: Any) -> Any:
+    @intrinsic
+    def view(typing_context: Any, address: Any) -> Any:
+        del typing_context, address
+        pointer = types.CPointer(kind)
+
+        def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+        return pointer(types.int64), codegen
+
+    return view
+
+
+floats, shorts, words = _pointer_to(types.float32), _pointer_to(types.uint16), _pointer_to(types.int64)
+octets = _pointer_to(types.uint8)
+
+
+@intrinsic
+def stay_apart(typing_context: Any) -> Any:
+    """Keeps LLVM from inlining the function that calls it, which would multiply compile time."""
+    del typing_context
+
+    def codegen(context: Any, builder: Any, *_: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@njit(inline="always")
+def widened(short: Any) -> Any:
+    """A bfloat16, given as its bits, as float32."""
+    return np.uint32(np.uint32(short) << np.uint32(16)).view(np.float32)
+
+
+@njit(inline="always")
+def rounded(x: Any, is_wide: Any) -> Any:
+    """``x`` rounded to bfloat16, to even, unless the model computes in float32."""
+    bits = np.float32(x).view(np.uint32)
+    short = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.uint32(bits if is_wide else short).view(np.float32)
+
+
+@njit(inline="always")
+def exp(x: Any) -> Any:
+    """e^x for x <= 88 in float32, to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]."""
+    x = np.float32(-87.0) if x < np.float32(-87.0) else np.float32(x)  # NaN stays NaN
+    n = np.float32(math.floor(x * np.float32(1.4426950408889634) + np.float32(0.5)))
+    r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit
+def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
+    """The part [begin, end) of ``count`` outputs that a thread makes, in blocks of 8."""
+    blocks = (count + BLOCK - 1) // BLOCK
+    begin, end = blocks * thread // num_threads, blocks * (thread + 1) // num_threads
+    return begin * BLOCK, min(end * BLOCK, count)
+
+
+@njit
+def dots(x: int, w: int, y: int, size: int, stride: int, rows: int, is_wide: int) -> None:
+    """`dot_block` for 1 to 6 rows of either dtype."""
+    stay_apart()
+    if is_wide:
+        if rows == 1:
+            dot_block(x, w, y, size, stride, 1, 1)
+        elif rows == 2:
+            dot_block(x, w, y, size, stride, 2, 1)
+        elif rows == 3:
+            dot_block(x, w, y, size, stride, 3, 1)
+        elif rows == 4:
+            dot_block(x, w, y, size, stride, 4, 1)
+        elif rows == 5:
+            dot_block(x, w, y, size, stride, 5, 1)
+        else:
+            dot_block(x, w, y, size, stride, 6, 1)
+    elif rows == 1:
+        dot_block(x, w, y, size, stride, 1, 0)
+    elif rows == 2:
+        dot_block(x, w, y, size, stride, 2, 0)
+    elif rows == 3:
+        dot_block(x, w, y, size, stride, 3, 0)
+    elif rows == 4:
+        dot_block(x, w, y, size, stride, 4, 0)
+    elif rows == 5:
+        dot_block(x, w, y, size, stride, 5, 0)
+    else:
+        dot_block(x, w, y, size, stride, 6, 0)
+
+
+@njit
+def product(
+    x: int, weight: int, y: int, rows: int, size: int, count: int, begin: int, end: int, stride: int, is_wide: int
+) -> None:
+    """y[r, o] = x[r] . weight[o] for the outputs [begin, end) of ``count``, in float32, not rounded."""
+    stay_apart()
+    width = 4 if is_wide else 2
+    for o in range(begin, end, BLOCK):
+        place = min(o, count - BLOCK)  # the last block of an odd count makes some outputs twice
+        for r in range(0, rows, MAX_ROWS):
+            dots(x + 4 * r * size, weight + width * place * size, y + 4 * (r * stride + place), size, stride,
+                 min(rows - r, MAX_ROWS), is_wide)  # fmt: skip
+
+
+@njit(fastmath=FAST)
+def settle(y: int, bias: int, rows: int, begin: int, end: int, stride: int, is_wide: int) -> None:
+    """Add the bias, if any, and round."""
+    stay_apart()
+    values = floats(y)
+    added = floats(bias)
+    for r in range(rows):
+        for o in range(begin, end):
+            value = values[r * stride + o]
+            if bias:
+                value += added[o]
+            values[r * stride + o] = rounded(value, is_wide)
+
+
+@njit(fastmath=FAST)
+def add(hidden: int, y: int, rows: int, begin: int, end: int, size: int, is_wide: int) -> None:
+    """hidden += y, both of R rows, outputs [begin, end)."""
+    stay_apart()
+    h, made = floats(hidden), floats(y)
+    for r in range(rows):
+        for o in range(r * size + begin, r * size + end):
+            h[o] = rounded(h[o] + rounded(made[o], is_wide), is_wide)
+
+
+@njit(fastmath=FAST)
+def norm(x: int, weight: int, y: int, rows: int, size: int, eps: float, is_wide: int) -> None:
+    """y = x / sqrt(mean(x^2) + eps) * weight, row by row."""
+    stay_apart()
+    for r in range(rows):
+        source, made, w = floats(x + 4 * r * size), floats(y + 4 * r * size), floats(weight)
+        total = np.float32(0)
+        for i in range(size):
+            total += source[i] * source[i]
+        inverse = np.float32(1) / np.float32(math.sqrt(total / np.float32(size) + eps))
+        for i in range(size):
+            made[i] = rounded(rounded(source[i] * inverse, is_wide) * w[i], is_wide)
+
+
+@njit(fastmath=FAST)
+def rotate(x: int, cos: int, sin: int, width: int, is_wide: int) -> None:
+    """x * cos + (-x2, x1) * sin, in place: the rotary embedding of one head at one position."""
+    stay_apart()
+    v, c, s = floats(x), floats(cos), floats(sin)
+    half = width // 2
+    for i in range(half):
+        a, b = v[i], v[i + half]
+        v[i] = rounded(rounded(a * c[i], is_wide) + rounded(-b * s[i], is_wide), is_wide)
+        v[i + half] = rounded(rounded(b * c[i + half], is_wide) + rounded(a * s[i + half], is_wide), is_wide)
+
+
+@njit(fastmath=FAST)
+def copy(x: int, y: int, count: int) -> None:
+    """y = x."""
+    source, made = floats(x), floats(y)
+    for i in range(count):
+        made[i] = source[i]
+
+
+@njit
+def keep(x: int, cache: int, place: int, width: int, is_wide_cache: int) -> None:
+    """Write one head's key or value into slot ``place`` (a count of elements)."""
+    values, wide, short = floats(x), floats(cache), shorts(cache)
+    for i in range(width):
+        if is_wide_cache:
+            wide[place + i] = values[i]
+        else:
+            short[place + i] = np.uint16(np.float32(values[i]).view(np.uint32) >> np.uint32(16))
+
+
+@njit
+def sums(p: int, values: int, y: int, count: int, p_stride: int, width: int, rows: int, is_wide: int) -> None:
+    """`sum_block` for 1 to 6 rows of either dtype."""
+    stay_apart()
+    if is_wide:
+        if rows == 1:
+            sum_block(p, values, y, count, p_stride, width, 1, 1)
+        elif rows == 2:
+            sum_block(p, values, y, count, p_stride, width, 2, 1)
+        elif rows == 3:
+            sum_block(p, values, y, count, p_stride, width, 3, 1)
+        elif rows == 4:
+            sum_block(p, values, y, count, p_stride, width, 4, 1)
+        elif rows == 5:
+            sum_block(p, values, y, count, p_stride, width, 5, 1)
+        else:
+            sum_block(p, values, y, count, p_stride, width, 6, 1)
+    elif rows == 1:
+        sum_block(p, values, y, count, p_stride, width, 1, 0)
+    elif rows == 2:
+        sum_block(p, values, y, count, p_stride, width, 2, 0)
+    elif rows == 3:
+        sum_block(p, values, y, count, p_stride, width, 3, 0)
+    elif rows == 4:
+        sum_block(p, values, y, count, p_stride, width, 4, 0)
+    elif rows == 5:
+        sum_block(p, values, y, count, p_stride, width, 5, 0)
+    else:
+        sum_block(p, values, y, count, p_stride, width, 6, 0)
+
+
+@njit(fastmath=FAST)
+def add_slot(y: int, weight: float, values: int, width: int, is_wide_cache: int) -> None:
+    """y += weight * value of one slot."""
+    made, wide, short = floats(y), floats(values), shorts(values)
+    for i in range(width):
+        made[i] += weight * (wide[i] if is_wide_cache else widened(short[i]))
+
+
+@njit(fastmath=FAST)
+def softmax(scores: int, count: int) -> None:
+    """In place, of one line."""
+    s = floats(scores)
+    top = s[0]
+    for t in range(1, count):
+        top = max(top, s[t])
+    total = np.float32(0)
+    for t in range(count):
+        s[t] = exp(s[t] - top)
+        total += s[t]
+    inverse = np.float32(1) / total
+    for t in range(count):
+        s[t] *= inverse
+
+
+@njit(fastmath=FAST)
+def activate(made: int, active: int, rows: int, begin: int, end: int, mlp: int, is_wide: int) -> None:
+    """silu(gate) * up, from gate and up side by side in ``made``."""
+    stay_apart()
+    both, out = floats(made), floats(active)
+    for r in range(rows):
+        for o in range(begin, end):
+            gate = rounded(both[2 * r * mlp + o], is_wide)
+            up = rounded(both[2 * r * mlp + mlp + o], is_wide)
+            swish = rounded(gate / (np.float32(1) + exp(min(-gate, np.float32(88)))), is_wide)
+            out[r * mlp + o] = rounded(swish * up, is_wide)

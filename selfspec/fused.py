@@ -1,0 +1,165 @@
+"""Layers of the Llama kind run by one kernel on a CPU, instead of module by module.
+
+The family's own modules remain the definition: `Target.self_check` compares, and whatever is not as expected here
+(other families, sliding windows, hooks, adapters, quantised weights, batches, long prompts) is run by them.
+
+Shapes: R rows of a pass, D hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from selfspec.cache import KVCache
+from selfspec.kernels import dispatch
+from selfspec.masks import MaskRule, tree_shape
+
+if TYPE_CHECKING:
+    from selfspec.target import Target
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Where one layer's weights lie. ``kept`` holds on to that memory, whatever becomes of the module."""
+
+    words: list[int]  # in the kernel's order, the cache's two left out
+    shape: Any
+    kept: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the passes of one text over one range of layers have in common."""
+
+    shape: Any
+    layers: np.ndarray  # [n, 17]
+    cos: Tensor
+    sin: Tensor
+    capacity: int
+    dtype: torch.dtype  # of the cache
+    kept: list[_Addresses]
+
+
+class FusedLayers:
+    """Runs layer modules of one target through `kernels.cpu_layers` where it can."""
+
+    def __init__(self, target: "Target") -> None:
+        self.target = target
+        self._addresses: dict[int, _Addresses | None] = {}
+        self._age = 0  # plans of an earlier one are not used
+        self._tables: tuple[Any, Tensor, Tensor] | None = None  # rotary tables in float32, and what they were made of
+
+    def forget(self) -> None:
+        """Look at the modules again: weights may have moved, hooks come or gone. Called where a text begins."""
+        self._addresses.clear()
+        self._age += 1
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether passes over all of the target's layers run here."""
+        return all(self._find(layer) is not None for layer in self.target.layers) and self._table(0) is not None
+
+    def run(
+        self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None
+    ) -> Tensor | None:
+        """`Target.run_modules` without what it counts; None where this pass is not for the kernel."""
+        rows = hidden.shape[1]
+        if hidden.shape[0] != 1 or rows > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
+            return None
+        key = (id(modules[0]), slots, self._age)
+        if key not in cache.plans:
+            cache.plans[key] = self._plan(modules, hidden, slots, cache)
+        plan = cache.plans[key]
+        if plan is None or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+            return None
+        first = cache.lengths[slots.start]
+        depths, ancestors = tree_shape(None if parents is None else tuple(parents), rows)
+        positions = [min(first + depth, len(plan.cos) - 1) for depth in depths]
+        kernels = dispatch.cpu_kernels(hidden.device)
+        return kernels.run_layers(
+            plan.shape, plan.layers, hidden, first, positions, plan.cos, plan.sin, plan.capacity, plan.dtype, ancestors
+        )
+
+    def _plan(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
+        found, tables = [self._find(module) for module in modules], self._table(slots.start)
+        layers = [f for f in found if f is not None]
+        if tables is None or len(layers) < len(found) or any(layer.shape != layers[0].shape for layer in layers):
+            return None
+        shape, lines = layers[0].shape, []
+        for layer, slot in zip(layers, slots, strict=True):
+            keys, values = cache.tensors(slot, hidden, shape.num_kv_heads, shape.head_width)
+            lines.append([*layer.words, keys.data_ptr(), values.data_ptr()])
+        return _Plan(shape, np.array(lines, dtype=np.int64), *tables, keys.shape[2], keys.dtype, layers)
+
+    def _find(self, module: nn.Module) -> _Addresses | None:
+        if id(module) not in self._addresses:
+            self._addresses[id(module)] = self._read(module)
+        return self._addresses[id(module)]
+
+    def _table(self, slot: int) -> tuple[Tensor, Tensor] | None:
+        """Rotary tables [S, W] that layer ``slot`` is called with; None where it sees more or less than the prefix."""
+        table = self.target.table
+        if not table:
+            return None
+        arguments = table[min(slot, self.target.num_layers - 1)][1]
+        rule, rotary = arguments.get("attention_mask"), arguments.get("position_embeddings")
+        if not isinstance(rule, MaskRule) or not rule.is_causal or not isinstance(rotary, tuple):
+            return None
+        if self._tables is None or self._tables[0] is not rotary:
+            cos, sin = (part[0].float().contiguous() for part in rotary)
+            self._tables = (rotary, cos, sin)
+        return self._tables[1:]
+
+    def _read(self, module: Any) -> _Addresses | None:
+        """Addresses of a layer of the Llama kind; None for any other, and where something stands in the way."""
+        kernels = dispatch.cpu_kernels(self.target.device)
+        if kernels is None or self.target.family not in FAMILIES:
+            return None
+        if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in module.modules()):
+            return None
+        attention: Any = getattr(module, "self_attn", None)
+        names = (*(f"self_attn.{name}" for name in LINEARS), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        try:
+            linears = [module.get_submodule(name) for name in names]
+            norms = [module.input_layernorm, module.post_attention_layernorm]
+        except AttributeError:
+            return None
+        if not all(isinstance(m, nn.Linear) and kernels.takes(m.weight) for m in linears):
+            return None
+        if len({m.weight.dtype for m in linears}) > 1 or any(m.bias is not None for m in linears[4:]):
+            return None
+        if not isinstance(module.mlp.act_fn, nn.SiLU | SiLUActivation):
+            return None
+        kept: list[Tensor] = []
+
+        def small(held: Tensor | None) -> int:
+            if held is None:
+                return 0
+            kept.append(held.detach().float().contiguous())
+            return kept[-1].data_ptr()
+
+        def large(linear: Any) -> int:
+            kept.append(linear.weight.detach())
+            return kept[-1].data_ptr()
+
+        q, k, v, o, gate, up, down = linears
+        heads = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        words = [
+            small(norms[0].weight), large(q), large(k), large(v), small(q.bias), small(k.bias), small(v.bias),
+            small(heads[0]), small(heads[1]), large(o), small(o.bias), small(norms[1].weight),
+            large(gate), large(up), large(down),
+        ]  # fmt: skip
+        width = attention.head_dim
+        shape = kernels.Shape(
+            q.in_features, q.out_features // width, k.out_features // width, width, gate.out_features,
+            float(attention.scaling), float(norms[0].variance_epsilon),
+        )  # fmt: skip
+        return _Addresses(words, shape, kept) if kernels.fits(shape) else None
