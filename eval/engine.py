@@ -27,7 +27,7 @@ class Engine:
         _, state = model.prepare(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=1, **options)  # all checked here
         self.width = state.cache.width  # of exact mode
         self.is_promised = state.rule == "coupled" and (self.width is not None or model.target.dtype == torch.float32)
-        self.reference = AR if self.width is None else wide_name(self.width)
+        self.reference = AR if self.width in (None, 1) else wide_name(self.width)
 
     def prepare(self, ids: Tensor, request: Request) -> None:
         """Nothing."""

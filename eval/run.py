@@ -101,7 +101,7 @@ def build_methods(model: EarlyExitModel, specs: Sequence[MethodSpec]) -> tuple[d
         except TypeError as error:
             raise ValueError(f"method {spec.name}: {error}") from None
     widths = {m.width for m in methods.values() if isinstance(m, Engine) and m.width is not None}
-    for width in sorted(widths or {2}):
+    for width in sorted((widths or {2}) - {1}):  # where rows are exact as they come, every width is width 1
         if wide_name(width) not in methods and wide_name(width) not in skipped:
             try:
                 methods[wide_name(width)] = ar_wide(model, width)

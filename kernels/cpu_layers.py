@@ -235,11 +235,11 @@ def num_threads() -> int:
     return 1 if _start_team is None else torch.get_num_threads()
 
 
-def _call(function: Any, record: np.ndarray, threads: int) -> None:
+def _call(function: Any, record: int, threads: int) -> None:
     if threads > 1:
-        _start_team(ctypes.c_void_p(function.address), ctypes.c_void_p(record.ctypes.data), threads, 0)
+        _start_team(ctypes.c_void_p(function.address), ctypes.c_void_p(record), threads, 0)
     else:
-        function.ctypes(record.ctypes.data)
+        function.ctypes(record)
 
 
 def takes(weight: Tensor) -> bool:
@@ -258,7 +258,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wide.data_ptr(), weight.data_ptr(), 0 if added is None else added.data_ptr(), y.data_ptr(),
         x.numel() // size, size, count, weight.dtype == torch.float32, threads,
     ], dtype=np.int64)  # fmt: skip
-    _call(_run_linear, record, threads)
+    _call(_run_linear, record.ctypes.data, threads)
     return y.to(x.dtype)
 
 
@@ -276,37 +276,59 @@ class Shape:
 
 
 def fits(shape: Shape) -> bool:
-    """Whether `run_layers` takes layers of this shape."""
+    """Whether a `LayerCall` takes layers of this shape."""
     return shape.head_width % LANES == 0 and shape.num_heads % shape.num_kv_heads == 0
 
 
-def run_layers(
-    shape: Shape, layers: np.ndarray, hidden: Tensor, first: int, positions: Sequence[int], cos: Tensor, sin: Tensor,
-    capacity: int, cache_dtype: torch.dtype, ancestors: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Run decoder layers on ``hidden`` [1, R, D], float32 or bfloat16, writing the rows' keys and values.
+class LayerCall:
+    """A call prepared for passes of R rows through given layers: all but the rows themselves is written down once.
 
     ``layers`` [n, 17] holds the words of each layer (see above). Each cache is [G, capacity, W] in ``cache_dtype``; the
-    capacity is a multiple of 8. Rows take the slots first, first + 1, ... and stand at ``positions`` of the tables
-    ``cos``, ``sin`` [S, W] in float32; ``ancestors`` [R, R], boolean, says who sees whom among them (None: a chain).
-    Returns [1, R, D].
+    capacity is a multiple of 8. ``cos`` and ``sin`` are tables [S, W] in float32.
     """
-    rows, threads, heads, width = hidden.shape[1], num_threads(), shape.num_heads, shape.head_width
-    states = hidden.float() if hidden.dtype != torch.float32 else hidden.clone(memory_format=torch.contiguous_format)
-    sees = _chain(rows) if ancestors is None else ancestors.contiguous()
-    widest = max(shape.mlp_width, shape.hidden_size)
-    shared = torch.empty(rows * (2 * (heads + shape.num_kv_heads) * width + 3 * widest))
-    private = rows * shape.hidden_size + rows * heads // shape.num_kv_heads * (2 * width + first + rows + BLOCK)
-    own = torch.empty(threads, private)
-    scalars, places = np.array([shape.scale, shape.eps], dtype=np.float32), np.array(positions, dtype=np.int64)
-    record = np.array([
-        len(layers), layers.ctypes.data, rows, states.data_ptr(), first, places.ctypes.data, sees.data_ptr(),
-        shape.hidden_size, heads, shape.num_kv_heads, width, shape.mlp_width, cos.data_ptr(), sin.data_ptr(),
-        scalars.ctypes.data, hidden.dtype == torch.float32, capacity, cache_dtype == torch.float32, shared.data_ptr(),
-        own.data_ptr(), 4 * private, threads,
-    ], dtype=np.int64)  # fmt: skip
-    _call(_run_layers, record, threads)
-    return states.to(hidden.dtype)
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: np.ndarray,
+        cos: Tensor,
+        sin: Tensor,
+        capacity: int,
+        cache_dtype: torch.dtype,
+        rows: int,
+    ) -> None:
+        heads, groups, width, size = shape.num_heads, shape.num_kv_heads, shape.head_width, shape.hidden_size
+        self.rows, self.threads = rows, num_threads()
+        shared = rows * (2 * (heads + groups) * width + 3 * max(shape.mlp_width, size))
+        private = rows * size + rows * heads // groups * (2 * width + capacity + BLOCK)
+        self._states, self._shared = torch.empty(1, rows, size), torch.empty(shared)
+        self._private, self._places = torch.empty(self.threads, private), np.zeros(rows, dtype=np.int64)
+        self._scalars = np.array([shape.scale, shape.eps], dtype=np.float32)
+        self._record = np.zeros(22, dtype=np.int64)
+        self._kept = (layers, cos, sin)
+        for word, value in {
+            NUM_LAYERS: len(layers), LAYERS: layers.ctypes.data, NUM_ROWS: rows, HIDDEN: self._states.data_ptr(),
+            POSITIONS: self._places.ctypes.data, SIZE: size, HEADS: heads, GROUPS: groups, HEAD_WIDTH: width,
+            MLP_WIDTH: shape.mlp_width, COS: cos.data_ptr(), SIN: sin.data_ptr(), SCALARS: self._scalars.ctypes.data,
+            CAPACITY: capacity, IS_WIDE_CACHE: cache_dtype == torch.float32, SHARED: self._shared.data_ptr(),
+            PRIVATE: self._private.data_ptr(), PRIVATE_SIZE: 4 * private, NUM_THREADS: self.threads,
+        }.items():  # fmt: skip
+            self._record[word] = value
+        self._address = self._record.ctypes.data
+
+    def __call__(self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None) -> Tensor:
+        """Run the layers on ``hidden`` [1, R, D], float32 or bfloat16, writing the rows' keys and values.
+
+        Rows take the slots first, first + 1, ... and stand at ``positions`` of the tables; ``ancestors`` [R, R],
+        boolean, says who sees whom among them (None: a chain). Returns [1, R, D].
+        """
+        sees = _chain(self.rows) if ancestors is None else ancestors.contiguous()
+        self._states.copy_(hidden)
+        self._places[:] = positions
+        self._record[FIRST], self._record[ANCESTORS] = first, sees.data_ptr()
+        self._record[IS_WIDE] = hidden.dtype == torch.float32
+        _call(_run_layers, self._address, self.threads)
+        return self._states.to(hidden.dtype, copy=True)
 
 
 @functools.cache

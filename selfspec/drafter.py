@@ -4,6 +4,7 @@ A drafter sees the `DecodeState` and returns a whole `Draft`, so that chains, pa
 fit alike. It may run layers [0, N) of the target over the shared cache; the verify pass takes it from there.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -12,15 +13,17 @@ import torch
 from torch import Tensor
 
 from selfspec.exits import ExitHead
-from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, draw, logits_to_probs, uniform
+from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
+from selfspec.stats import DecodeStats
 from selfspec.target import Target
 from selfspec.verify import Draft
 
 if TYPE_CHECKING:
     from selfspec.decode import DecodeState
 
-PATIENCE = 32  # cycles after which drafting is judged
-MIN_ACCEPTED = 0.05  # accepted drafts per cycle below which drafting switches itself off
+WINDOW = 10  # cycles with drafts over which acceptance is averaged
+RETRY = 8  # cycles of a pause, after which one draft is tried
+HOPE = 0.5  # accepted drafts a cycle, thought of a text of which nothing is known
 
 
 class Drafter(Protocol):
@@ -42,7 +45,7 @@ class Guess:
 
     token: int
     logits: Tensor  # [V_d], the exit's own
-    probs: Tensor  # [V_d], q as drawn from
+    probs: Tensor | None  # [V_d], q as drawn from; None is one-hot at the token
 
 
 class NoDrafter:
@@ -58,6 +61,28 @@ class NoDrafter:
         return empty_draft(state.device)
 
 
+class Pace:
+    """Whether drafting pays on the text at hand: a running mean of accepted drafts against what a draft costs.
+
+    Below ``min_accepted`` drafting pauses, but for one draft every few cycles, which keeps the mean up to date. Only
+    verdicts of earlier cycles count, so what is drafted depends on nothing but the text so far.
+    """
+
+    def __init__(self, min_accepted: float) -> None:
+        self.min_accepted = min_accepted
+        self.mean = max(HOPE, 2 * min_accepted)
+        self._seen: tuple[int, int] | None = None  # drafted and accepted before the cycle that is awaited
+        self._pause = 0
+
+    def pays(self, stats: DecodeStats) -> bool:
+        """To be asked at the start of every cycle."""
+        if self._seen is not None and stats.num_drafted > self._seen[0]:
+            self.mean += (stats.num_accepted - self._seen[1] - self.mean) / WINDOW
+        self._seen = (stats.num_drafted, stats.num_accepted)
+        self._pause = (self._pause + 1) % RETRY if self.mean < self.min_accepted else 0
+        return self._pause == 0
+
+
 class ChainDrafter:
     """Drafts a chain: layers [0, N) and the exit head for every token, each fed with the one before.
 
@@ -70,11 +95,12 @@ class ChainDrafter:
         self.target, self.exit_head = target, exit_head
         self.draft_len, self.min_confidence = draft_len, min_confidence
         self.is_broken = False  # the exit's logits were not finite: no more drafts
+        self.pace = Pace(exit_head.config.min_accepted)
 
     def propose(self, state: "DecodeState") -> Draft:
         """Draft up to k tokens; the taps of all rows, the last draft's included, go with them."""
         num_drafts = min(self.draft_len, state.num_remaining - 1)
-        if num_drafts < 1 or self.is_broken or _is_hopeless(state):
+        if num_drafts < 1 or self.is_broken or not self.pace.pays(state.stats):
             return empty_draft(state.device)
         taps = [self._tap(state, state.tokens[-1], 0)]
         tokens: list[int] = []
@@ -89,7 +115,8 @@ class ChainDrafter:
             if guess is None:
                 break
             tokens.append(guess.token)
-            if state.rule == "rejection":
+            if state.rule == "rejection" and not state.sampling.is_greedy:
+                assert guess.probs is not None
                 probs.append(self.exit_head.widen(guess.probs, self.target.vocab_size))
             taps.append(self._tap(state, tokens[-1], step + 1))  # the last one buys the bonus token
             if tokens[-1] in state.eos_ids:
@@ -104,9 +131,15 @@ class ChainDrafter:
     def guess(self, normed: Tensor, state: "DecodeState", drafted: list[int]) -> Guess | None:
         """The token behind ``drafted`` ones, from ``normed`` [1, 1, D]; None, for good, where logits are not finite."""
         logits = self.exit_head.logits(normed)  # [V_d]
-        self.is_broken = not bool(torch.isfinite(logits.amax()))
+        self.is_broken = not math.isfinite(logits.amax())
         if self.is_broken:
             return None
+        is_plain = state.sampling.repetition_penalty == 1 and len(state.tokens) + len(drafted) >= state.min_length
+        if state.sampling.is_greedy and is_plain:
+            place = int(argmax(logits))
+            return Guess(
+                place if self.exit_head.vocab_ids is None else int(self.exit_head.vocab_ids[place]), logits, None
+            )
         q = self._distribution(logits, state, drafted)
         return Guess(self._draw(q, state, len(state.tokens) + len(drafted)), logits, q)
 
@@ -125,12 +158,7 @@ class ChainDrafter:
         stream = DRAFT_STREAM if state.rule == "rejection" else TARGET_STREAM  # coupled: guess with the same noise
         ids = self.exit_head.token_ids(self.target)
         noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
-        return int(ids[int(draw(q, noise))])
-
-
-def _is_hopeless(state: "DecodeState") -> bool:
-    stats = state.stats
-    return stats.num_cycles >= PATIENCE and stats.num_accepted < MIN_ACCEPTED * stats.num_cycles
+        return self.exit_head.token_at(int(draw(q, noise)))
 
 
 def empty_draft(device: torch.device) -> Draft:

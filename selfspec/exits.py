@@ -47,6 +47,7 @@ class ExitConfig(BaseModel):
     lora_alpha: int = Field(default=64, ge=1)
     draft_len: int = Field(default=2, ge=0)  # k, chosen from measured costs
     min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_accepted: float = Field(default=0.05, ge=0.0)  # accepted drafts a cycle below which drafting pauses
 
     @field_validator("draft_vocab")
     @classmethod
@@ -213,6 +214,10 @@ class ExitHead:
         if self.vocab_ids is not None:
             return self.vocab_ids
         return torch.arange(target.vocab_size, device=target.device)
+
+    def token_at(self, place: int) -> int:
+        """Token id of the logit at ``place``."""
+        return place if self.config.draft_vocab is None else self.config.draft_vocab[place]
 
     def narrow(self, mask: Tensor | None) -> Tensor | None:
         """A mask over the vocabulary [V] as one over the drafted vocabulary [V_d]."""

@@ -7,7 +7,7 @@ Shapes: R rows of a pass, D hidden.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +46,16 @@ class _Plan:
     capacity: int
     dtype: torch.dtype  # of the cache
     kept: list[_Addresses]
+    calls: dict[int, Any] = field(default_factory=dict)  # by number of rows
+
+    def call(self, rows: int) -> Any:
+        """The kernel's call for this many rows, prepared at its first use."""
+        kernels = dispatch.cpu_kernels(torch.device("cpu"))
+        if rows not in self.calls or self.calls[rows].threads != kernels.num_threads():
+            self.calls[rows] = kernels.LayerCall(
+                self.shape, self.layers, self.cos, self.sin, self.capacity, self.dtype, rows
+            )
+        return self.calls[rows]
 
 
 class FusedLayers:
@@ -83,10 +93,7 @@ class FusedLayers:
         first = cache.lengths[slots.start]
         depths, ancestors = tree_shape(None if parents is None else tuple(parents), rows)
         positions = [min(first + depth, len(plan.cos) - 1) for depth in depths]
-        kernels = dispatch.cpu_kernels(hidden.device)
-        return kernels.run_layers(
-            plan.shape, plan.layers, hidden, first, positions, plan.cos, plan.sin, plan.capacity, plan.dtype, ancestors
-        )
+        return plan.call(rows)(hidden, first, positions, ancestors)
 
     def _plan(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
         found, tables = [self._find(module) for module in modules], self._table(slots.start)

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from selfspec.decode import EXACT_WIDTHS, exact_width
-from selfspec.drafter import PATIENCE, ChainDrafter, NoDrafter
+from selfspec.drafter import HOPE, RETRY, WINDOW, ChainDrafter, NoDrafter, Pace
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.sampling import NonFiniteLogitsError, Sampling
+from selfspec.stats import DecodeStats
 from selfspec.target import Target
 from tests.conftest import (
     ScriptedDrafter,
@@ -245,20 +246,32 @@ def test_penalty_and_processor_in_transformers_order() -> None:
     assert state.tokens == expected
 
 
-def test_hopeless_drafting_switches_itself_off() -> None:
-    """After PATIENCE cycles without a hit a chain drafter drafts no more; the text was AR's all along."""
-    target = target_of("llama")
+def test_drafting_pauses_where_it_does_not_pay() -> None:
+    """Without a hit drafts become rare, with hits again they come back; the text was AR's all along."""
+    target, pace = target_of("llama"), Pace(0.25)
     head = ExitHead.untrained(target, 1)
     wrong = torch.full((target.vocab_size,), -1.0)
     wrong[2] = 1.0  # an id that AR's text does not have
-    head.step = lambda *_: (wrong, 1.0)  # type: ignore[method-assign]
-    text = autoregressive(target, PROMPT, PATIENCE + 20)
+    head.logits = lambda _: wrong  # type: ignore[method-assign]
+    text = autoregressive(target, PROMPT, 120)
     assert 2 not in text[10:]
-    state = generate(target, ChainDrafter(target, head, 1), PROMPT, PATIENCE + 20)
+    state = generate(target, ChainDrafter(target, head, 1), PROMPT, 120)
     assert state.tokens == text
     assert state.stats.num_accepted == 0
-    assert state.stats.num_drafted == PATIENCE
-    assert state.stats.num_cycles == PATIENCE + 19
+    first = next(n for n in range(60) if HOPE * (1 - 1 / WINDOW) ** n < 0.05)
+    assert state.stats.num_drafted == first + (119 - 1 - first) // RETRY  # the last token leaves no room for a draft
+
+    def cycles(hits: list[bool]) -> list[bool]:
+        drafted = []
+        for is_hit in hits:
+            drafted.append(pace.pays(stats))
+            stats.record(int(drafted[-1]), int(drafted[-1] and is_hit), 1)
+        return drafted
+
+    stats = DecodeStats()
+    assert all(cycles([True] * 20))
+    assert sum(cycles([False] * 40)) < 20
+    assert all(cycles([True] * 40)[-10:])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

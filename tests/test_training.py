@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from selfspec.cache import KVCache
 from selfspec.config import config_names
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import ChainDrafter
+from selfspec.drafter import ChainDrafter, Guess
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.target import Target
 from selfspec.training import kept_states
@@ -100,13 +100,11 @@ def test_decoding_computes_the_training_graph(family: str) -> None:
     seen: list[tuple[int, int, torch.Tensor]] = []  # position, step, logits
 
     class Scripted(ChainDrafter):
-        def _distribution(self, logits: torch.Tensor, state: DecodeState, drafted: list[int]) -> torch.Tensor:
-            if not is_wrong & set(range(len(state.tokens), len(state.tokens) + len(drafted))):
-                seen.append((len(state.tokens) - 1 + len(drafted), len(drafted) + 1, logits))
-            return super()._distribution(logits, state, drafted)
-
-        def _draw(self, q: torch.Tensor, state: DecodeState, position: int) -> int:
-            return (ids[position] + (position in is_wrong)) % VOCAB
+        def guess(self, normed: torch.Tensor, state: DecodeState, drafted: list[int]) -> Guess:
+            position, logits = len(state.tokens) + len(drafted), self.exit_head.logits(normed)
+            if not is_wrong & set(range(len(state.tokens), position)):
+                seen.append((position - 1, len(drafted) + 1, logits))
+            return Guess((ids[position] + (position in is_wrong)) % VOCAB, logits, None)
 
     state = DecodeState(
         tokens=list(prompt), cache=KVCache(target.num_layers + 1, 64), max_length=30,
@@ -258,11 +256,12 @@ def test_drafting_is_planned_from_costs_and_confidence() -> None:
     cheap, dear = Costs(0.05, (1, 1.02, 1.05, 1.1)), Costs(0.8, (1, 1.1, 2.5, 4.0))
     assert choose([sure], cheap).draft_len == 3
     assert choose([sure], dear).draft_len == 1
+    assert choose([sure], cheap).min_accepted == pytest.approx((3 * 0.05 + 1.1 - 1) / 2)
     assert choose([RowScores(sure.is_right[:1], sure.confidence[:1])], cheap).draft_len == 1  # no step 2 was scored
     assert predict([sure], cheap, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.05)))
-    padded = Costs(0.05, (1, 1.02, 1.05, 1.1), is_exact=True)  # exact mode passes 2 or 4 rows
+    padded = Costs(0.05, (1, 1.02, 1.05, 1.1), is_padded=True)  # exact mode passes 2 or 4 rows
     assert padded.draft_lens() == [1, 2, 3]
-    assert Costs(0.05, (1, 1.02, 1.05), is_exact=True).draft_lens() == [1]
+    assert Costs(0.05, (1, 1.02, 1.05), is_padded=True).draft_lens() == [1]
     assert predict([sure], padded, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.1)))
     half = RowScores([[True, False, False] * 10] * 3, [[0.9, 0.1, 0.1] * 10] * 3)
     plan = choose([half], cheap)
@@ -374,7 +373,8 @@ def test_kept_states_are_read_back_and_broken_ones_made_again(
             assert vars(made).keys() == vars(kept).keys()
             for name, value in vars(made).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    torch.testing.assert_close(getattr(kept, name), value)  # made in other batches
+                    # kept in bfloat16, and made in other batches: a rounding may fall the other way
+                    torch.testing.assert_close(getattr(kept, name), value, rtol=1e-2, atol=1e-4)
                 else:
                     same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
                     assert same(getattr(kept, name), value), name

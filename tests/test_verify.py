@@ -405,6 +405,8 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
     return SimpleNamespace(
         exit_layer=1,
         recall_layers=(),
+        config=SimpleNamespace(min_accepted=0.0),
+        token_at=lambda place: vocab[place],
         states=lambda _target, _state, tap, _step: tap,
         chance=lambda tap: 0.3 if int(tap[0, -1, 0]) == 3 else 0.9,
         logits=lambda tap: Q_LOGITS[int(tap[0, -1, 0])][ids],

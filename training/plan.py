@@ -16,15 +16,15 @@ class Costs:
 
     draft_step: float
     rows: tuple[float, ...]  # of a pass over 1, 2, ... rows; the first is 1
-    is_exact: bool = False  # passes are padded to one width, as in the default settings of bfloat16 and float16
+    is_padded: bool = False  # passes are padded to one width, as exact mode needs where rows are not exact as they come
 
     def verify(self, draft_len: int, num_drafted: int) -> float:
         """A verify pass over ``num_drafted`` drafts of at most ``draft_len``."""
-        return self.rows[(exact_width(draft_len) if self.is_exact else num_drafted + 1) - 1]
+        return self.rows[(exact_width(draft_len) if self.is_padded else num_drafted + 1) - 1]
 
     def draft_lens(self) -> list[int]:
         """Lengths whose verify passes were timed."""
-        return [k for k in range(1, len(self.rows)) if not self.is_exact or exact_width(k) <= len(self.rows)]
+        return [k for k in range(1, len(self.rows)) if not self.is_padded or exact_width(k) <= len(self.rows)]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Plan:
     draft_len: int
     min_confidence: float
     speedup: float
+    min_accepted: float  # accepted drafts a cycle below which drafting surely loses: half of what it costs
 
 
 def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confidence: float) -> float:
@@ -54,5 +55,13 @@ def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confide
 def choose(rows: Sequence[RowScores], costs: Costs) -> Plan:
     """The fastest setting on ``rows``, among the lengths that were scored and timed; the simplest of equals."""
     lengths = [k for k in costs.draft_lens() if k <= len(rows[0].is_right)]  # later steps guess worse than scored ones
-    plans = [Plan(k, stop, predict(rows, costs, k, stop)) for k, stop in product(lengths, STOPS)]
+    plans = [
+        Plan(
+            k,
+            stop,
+            predict(rows, costs, k, stop),
+            round(max(k * costs.draft_step + costs.verify(k, k) - 1, 0.0) / 2, 3),
+        )
+        for k, stop in product(lengths, STOPS)
+    ]
     return max(plans, key=lambda plan: round(plan.speedup, 3))

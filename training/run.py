@@ -121,9 +121,8 @@ def train_on_rows(
     if config.draft_len is None:
         costs = measure_costs(target, exit_config)
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
-        exit_config = exit_config.model_copy(
-            update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
-        )
+        chosen = {name: getattr(plan, name) for name in ("draft_len", "min_confidence", "min_accepted")}
+        exit_config = exit_config.model_copy(update=chosen)
         speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence)
         metrics = replace(metrics, speedup=speedup)
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
@@ -136,7 +135,7 @@ def train_on_rows(
 def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
     """Time passes and a draft step on this machine, in the dtype that decodes by default; the weights do not matter.
 
-    The draft step is timed unpadded; exact mode adds a little to it.
+    The draft step is timed unpadded; padding, where exact mode needs it, adds a little to it.
     """
     dtype = resolve_dtype(None, target.device)
     if isinstance(dtype, torch.dtype) and dtype != target.dtype:
@@ -145,7 +144,9 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
     found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
     rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
-    return Costs(round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype))
+    return Costs(
+        round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use
+    )
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
