@@ -111,6 +111,8 @@ class Trace:
 class RecordingDrafter(ChainDrafter):
     """A chain drafter that keeps the ``proposals`` of the last cycle."""
 
+    is_stepwise = True
+
     def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
         super().__init__(target, exit_head, draft_len, min_confidence)
         self.proposals: list[Proposal] = []

@@ -37,11 +37,11 @@ from .cpu_dot import BLOCK, LANES, MAX_ROWS
 LAYER_WORDS = 17
 
 _barrier = types.ExternalFunction("GOMP_barrier", types.void())
-_thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 
 
 @njit
-def _wait(team: int) -> None:
+def wait(team: int) -> None:
     """Go on when every thread of the team is here."""
     if team > 1:
         _barrier()
@@ -148,7 +148,7 @@ def _attention(a: Any, w: Any, qkv: int, attended: int, private: int, group: int
 
 
 @njit
-def _layer(a: Any, w: Any, thread: int) -> None:
+def run_layer(a: Any, w: Any, thread: int) -> None:
     """One thread's part of one layer; ``a`` are the words of the call, ``w`` those of the layer."""
     rows, size, mlp, hidden, is_wide, team = a[NUM_ROWS], a[SIZE], a[MLP_WIDTH], a[HIDDEN], a[IS_WIDE], a[NUM_THREADS]
     num_q, eps = a[HEADS] * a[HEAD_WIDTH], cm.floats(a[SCALARS])[1]
@@ -163,26 +163,26 @@ def _layer(a: Any, w: Any, thread: int) -> None:
 
     cm.norm(hidden, w[NORM_1], normed, rows, size, eps, is_wide)
     _project(a, w, normed, qkv, thread)
-    _wait(team)
+    wait(team)
     for group in range(thread, a[GROUPS], team):
         _rotate_and_keep(a, w, qkv, group)
         _attention(a, w, qkv, attended, own, group)
-    _wait(team)
+    wait(team)
     begin, end = cm.share(size, thread, team)
     cm.product(attended, w[OUT], made, rows, num_q, size, begin, end, size, is_wide)
     cm.settle(made, w[OUT_BIAS], rows, begin, end, size, is_wide)
     cm.add(hidden, made, rows, begin, end, size, is_wide)
-    _wait(team)
+    wait(team)
     cm.norm(hidden, w[NORM_2], normed, rows, size, eps, is_wide)
     begin, end = cm.share(mlp, thread, team)
     cm.product(normed, w[GATE], made, rows, size, mlp, begin, end, 2 * mlp, is_wide)
     cm.product(normed, w[UP], made + 4 * mlp, rows, size, mlp, begin, end, 2 * mlp, is_wide)
     cm.activate(made, active, rows, begin, end, mlp, is_wide)
-    _wait(team)
+    wait(team)
     begin, end = cm.share(size, thread, team)
     cm.product(active, w[DOWN], made, rows, mlp, size, begin, end, size, is_wide)
     cm.add(hidden, made, rows, begin, end, size, is_wide)
-    _wait(team)
+    wait(team)
 
 
 def _load_team() -> Any:
@@ -202,9 +202,9 @@ def _load_team() -> Any:
 _start_team = _load_team()
 
 
-def _compiled(function: Callable[[int], None]) -> Any:
+def compiled(function: Callable[[int], None]) -> Any:
     """``function`` as machine code; kept on disk, under a name that changes with the sources, where that can be."""
-    sources = [Path(__file__).with_name(f"cpu_{name}.py") for name in ("dot", "math", "layers")]
+    sources = sorted(Path(__file__).parent.glob("cpu_*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     function.__qualname__ = f"{function.__name__}_{digest}"
     try:
@@ -213,19 +213,19 @@ def _compiled(function: Callable[[int], None]) -> Any:
         return cfunc(types.void(types.int64))(function)
 
 
-@_compiled
+@compiled
 def _run_layers(call: int) -> None:
     a = cm.words(call)
-    thread = _thread_number() if a[NUM_THREADS] > 1 else 0
+    thread = thread_number() if a[NUM_THREADS] > 1 else 0
     for number in range(a[NUM_LAYERS]):
-        _layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+        run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
 
 
-@_compiled
+@compiled
 def _run_linear(call: int) -> None:
     a = cm.words(call)
     x, weight, bias, y, rows, size, count, is_wide, team = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
-    begin, end = cm.share(count, _thread_number() if team > 1 else 0, team)
+    begin, end = cm.share(count, thread_number() if team > 1 else 0, team)
     cm.product(x, weight, y, rows, size, count, begin, end, count, is_wide)
     cm.settle(y, bias, rows, begin, end, count, is_wide)
 
@@ -235,7 +235,8 @@ def num_threads() -> int:
     return 1 if _start_team is None else torch.get_num_threads()
 
 
-def _call(function: Any, record: int, threads: int) -> None:
+def call(function: Any, record: int, threads: int) -> None:
+    """Run compiled ``function`` on the words at the address ``record``, by so many threads."""
     if threads > 1:
         _start_team(ctypes.c_void_p(function.address), ctypes.c_void_p(record), threads, 0)
     else:
@@ -258,7 +259,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wide.data_ptr(), weight.data_ptr(), 0 if added is None else added.data_ptr(), y.data_ptr(),
         x.numel() // size, size, count, weight.dtype == torch.float32, threads,
     ], dtype=np.int64)  # fmt: skip
-    _call(_run_linear, record.ctypes.data, threads)
+    call(_run_linear, record.ctypes.data, threads)
     return y.to(x.dtype)
 
 
@@ -314,7 +315,12 @@ class LayerCall:
             PRIVATE: self._private.data_ptr(), PRIVATE_SIZE: 4 * private, NUM_THREADS: self.threads,
         }.items():  # fmt: skip
             self._record[word] = value
-        self._address = self._record.ctypes.data
+        self.address = self._record.ctypes.data
+
+    def begin(self, is_wide: bool, ancestors: Tensor | None = None) -> None:
+        """Set the dtype, and who sees whom among the rows (None: a chain)."""
+        self._sees = _chain(self.rows) if ancestors is None else ancestors.contiguous()
+        self._record[IS_WIDE], self._record[ANCESTORS] = is_wide, self._sees.data_ptr()
 
     def __call__(self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None) -> Tensor:
         """Run the layers on ``hidden`` [1, R, D], float32 or bfloat16, writing the rows' keys and values.
@@ -322,12 +328,11 @@ class LayerCall:
         Rows take the slots first, first + 1, ... and stand at ``positions`` of the tables; ``ancestors`` [R, R],
         boolean, says who sees whom among them (None: a chain). Returns [1, R, D].
         """
-        sees = _chain(self.rows) if ancestors is None else ancestors.contiguous()
+        self.begin(hidden.dtype == torch.float32, ancestors)
         self._states.copy_(hidden)
         self._places[:] = positions
-        self._record[FIRST], self._record[ANCESTORS] = first, sees.data_ptr()
-        self._record[IS_WIDE] = hidden.dtype == torch.float32
-        _call(_run_layers, self._address, self.threads)
+        self._record[FIRST] = first
+        call(_run_layers, self.address, self.threads)
         return self._states.to(hidden.dtype, copy=True)
 
 

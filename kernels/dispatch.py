@@ -50,6 +50,11 @@ def cpu_kernels(device: torch.device) -> Any:
     return _cpu_layers() if implementation(device) == "cpu" else None
 
 
+def cpu_draft(device: torch.device) -> Any:
+    """The module `cpu_draft`, likewise."""
+    return importlib.import_module(f"{__package__}.cpu_draft") if implementation(device) == "cpu" else None
+
+
 @functools.cache
 def _cpu_layers() -> Any:
     return importlib.import_module(f"{__package__}.cpu_layers")

@@ -231,6 +231,8 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     state.tokens.append(token)
     state.stats.num_tokens += 1
     state.done = state.is_stopped(state.tokens) or token in state.eos_ids or state.num_remaining == 0
+    if head is not None and not state.done:
+        head.catch_up(target, state)
     return [token]
 
 

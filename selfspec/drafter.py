@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.exits import ExitHead
+from selfspec.fused_draft import FusedDraft
 from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
 from selfspec.stats import DecodeStats
 from selfspec.target import Target
@@ -91,17 +92,23 @@ class ChainDrafter:
     token is always judged).
     """
 
+    is_stepwise = False  # a subclass that looks at single steps says so
+
     def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
         self.target, self.exit_head = target, exit_head
         self.draft_len, self.min_confidence = draft_len, min_confidence
         self.is_broken = False  # the exit's logits were not finite: no more drafts
         self.pace = Pace(exit_head.config.min_accepted)
+        self._fused: FusedDraft | None = None
 
     def propose(self, state: "DecodeState") -> Draft:
         """Draft up to k tokens; the taps of all rows, the last draft's included, go with them."""
         num_drafts = min(self.draft_len, state.num_remaining - 1)
         if num_drafts < 1 or self.is_broken or not self.pace.pays(state.stats):
             return empty_draft(state.device)
+        whole = self._in_one_call(state, num_drafts)
+        if whole is not None:
+            return whole
         taps = [self._tap(state, state.tokens[-1], 0)]
         tokens: list[int] = []
         probs: list[Tensor] = []
@@ -128,14 +135,25 @@ class ChainDrafter:
             taps=torch.cat(taps, dim=1),
         )
 
+    def _in_one_call(self, state: "DecodeState", num_drafts: int) -> Draft | None:
+        """The same draft, by one kernel: where it is greedy and nobody looks at single steps."""
+        if self.is_stepwise or self.min_confidence > 0 or not _is_plain_greedy(state, 0):
+            return None
+        if self._fused is None:
+            self._fused = FusedDraft(self.target, self.exit_head, self.draft_len)
+        found = self._fused.draft(state, num_drafts)
+        if found is None:
+            return None
+        draft, self.is_broken = found
+        return draft
+
     def guess(self, normed: Tensor, state: "DecodeState", drafted: list[int]) -> Guess | None:
         """The token behind ``drafted`` ones, from ``normed`` [1, 1, D]; None, for good, where logits are not finite."""
         logits = self.exit_head.logits(normed)  # [V_d]
         self.is_broken = not math.isfinite(logits.amax())
         if self.is_broken:
             return None
-        is_plain = state.sampling.repetition_penalty == 1 and len(state.tokens) + len(drafted) >= state.min_length
-        if state.sampling.is_greedy and is_plain:
+        if _is_plain_greedy(state, len(drafted)):
             place = int(argmax(logits))
             return Guess(
                 place if self.exit_head.vocab_ids is None else int(self.exit_head.vocab_ids[place]), logits, None
@@ -159,6 +177,14 @@ class ChainDrafter:
         ids = self.exit_head.token_ids(self.target)
         noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
         return self.exit_head.token_at(int(draw(q, noise)))
+
+
+def _is_plain_greedy(state: "DecodeState", num_drafted: int) -> bool:
+    """Whether the next draft is simply the argmax of the exit's logits."""
+    sampling = state.sampling
+    return (
+        sampling.is_greedy and sampling.repetition_penalty == 1 and len(state.tokens) + num_drafted >= state.min_length
+    )
 
 
 def empty_draft(device: torch.device) -> Draft:

@@ -187,6 +187,18 @@ class ExitHead:
     def recall_layers(self) -> tuple[int, ...]:
         return self.config.recall_layers
 
+    def catch_up(self, target: Target, state: "DecodeState") -> None:
+        """Let the block see the positions that it has not seen: behind a prompt, all of it."""
+        held, state.backlog = state.backlog, []
+        if self.adapter is None or not held:
+            return
+        recalls = [r for _, r in held if r is not None]
+        inputs = self.bridge(
+            torch.cat([taps for taps, _ in held], dim=1), torch.cat(recalls, dim=1) if recalls else None
+        )
+        slots = range(target.num_layers, target.num_layers + 1)
+        target.run_modules([self.block], inputs, slots, state.cache)
+
     def states(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> Tensor:
         """Normed state [1, 1, D] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D]: bridge, block, norm."""
         held, state.backlog = state.backlog, []  # positions accepted since the block last ran: it has no keys for them

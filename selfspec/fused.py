@@ -84,25 +84,30 @@ class FusedLayers:
         rows = hidden.shape[1]
         if hidden.shape[0] != 1 or rows > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
             return None
-        key = (id(modules[0]), slots, self._age)
-        if key not in cache.plans:
-            cache.plans[key] = self._plan(modules, hidden, slots, cache)
-        plan = cache.plans[key]
-        if plan is None or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+        plan = self.plan(modules, hidden, slots, cache)
+        if plan is None:
             return None
         first = cache.lengths[slots.start]
         depths, ancestors = tree_shape(None if parents is None else tuple(parents), rows)
         positions = [min(first + depth, len(plan.cos) - 1) for depth in depths]
         return plan.call(rows)(hidden, first, positions, ancestors)
 
-    def _plan(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
+    def plan(self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
+        """How states ``like`` [1, R, D] go through ``modules`` in this text; None where the kernel cannot be used."""
+        key = (id(modules[0]), slots, self._age)
+        if key not in cache.plans:
+            cache.plans[key] = self._make_plan(modules, like, slots, cache)
+        is_hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        return None if is_hooked else cache.plans[key]
+
+    def _make_plan(self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
         found, tables = [self._find(module) for module in modules], self._table(slots.start)
         layers = [f for f in found if f is not None]
         if tables is None or len(layers) < len(found) or any(layer.shape != layers[0].shape for layer in layers):
             return None
         shape, lines = layers[0].shape, []
         for layer, slot in zip(layers, slots, strict=True):
-            keys, values = cache.tensors(slot, hidden, shape.num_kv_heads, shape.head_width)
+            keys, values = cache.tensors(slot, like, shape.num_kv_heads, shape.head_width)
             lines.append([*layer.words, keys.data_ptr(), values.data_ptr()])
         return _Plan(shape, np.array(lines, dtype=np.int64), *tables, keys.shape[2], keys.dtype, layers)
 

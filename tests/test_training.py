@@ -100,6 +100,8 @@ def test_decoding_computes_the_training_graph(family: str) -> None:
     seen: list[tuple[int, int, torch.Tensor]] = []  # position, step, logits
 
     class Scripted(ChainDrafter):
+        is_stepwise = True
+
         def guess(self, normed: torch.Tensor, state: DecodeState, drafted: list[int]) -> Guess:
             position, logits = len(state.tokens) + len(drafted), self.exit_head.logits(normed)
             if not is_wrong & set(range(len(state.tokens), position)):
@@ -256,7 +258,6 @@ def test_drafting_is_planned_from_costs_and_confidence() -> None:
     cheap, dear = Costs(0.05, (1, 1.02, 1.05, 1.1)), Costs(0.8, (1, 1.1, 2.5, 4.0))
     assert choose([sure], cheap).draft_len == 3
     assert choose([sure], dear).draft_len == 1
-    assert choose([sure], cheap).min_accepted == pytest.approx((3 * 0.05 + 1.1 - 1) / 2)
     assert choose([RowScores(sure.is_right[:1], sure.confidence[:1])], cheap).draft_len == 1  # no step 2 was scored
     assert predict([sure], cheap, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.05)))
     padded = Costs(0.05, (1, 1.02, 1.05, 1.1), is_padded=True)  # exact mode passes 2 or 4 rows

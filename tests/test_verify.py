@@ -407,6 +407,7 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
         recall_layers=(),
         config=SimpleNamespace(min_accepted=0.0),
         token_at=lambda place: vocab[place],
+        catch_up=lambda *_: None,
         states=lambda _target, _state, tap, _step: tap,
         chance=lambda tap: 0.3 if int(tap[0, -1, 0]) == 3 else 0.9,
         logits=lambda tap: Q_LOGITS[int(tap[0, -1, 0])][ids],

@@ -34,7 +34,6 @@ class Plan:
     draft_len: int
     min_confidence: float
     speedup: float
-    min_accepted: float  # accepted drafts a cycle below which drafting surely loses: half of what it costs
 
 
 def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confidence: float) -> float:

@@ -121,8 +121,9 @@ def train_on_rows(
     if config.draft_len is None:
         costs = measure_costs(target, exit_config)
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
-        chosen = {name: getattr(plan, name) for name in ("draft_len", "min_confidence", "min_accepted")}
-        exit_config = exit_config.model_copy(update=chosen)
+        exit_config = exit_config.model_copy(
+            update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
+        )
         speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence)
         metrics = replace(metrics, speedup=speedup)
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
