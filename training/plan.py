@@ -54,13 +54,5 @@ def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confide
 def choose(rows: Sequence[RowScores], costs: Costs) -> Plan:
     """The fastest setting on ``rows``, among the lengths that were scored and timed; the simplest of equals."""
     lengths = [k for k in costs.draft_lens() if k <= len(rows[0].is_right)]  # later steps guess worse than scored ones
-    plans = [
-        Plan(
-            k,
-            stop,
-            predict(rows, costs, k, stop),
-            round(max(k * costs.draft_step + costs.verify(k, k) - 1, 0.0) / 2, 3),
-        )
-        for k, stop in product(lengths, STOPS)
-    ]
+    plans = [Plan(k, stop, predict(rows, costs, k, stop)) for k, stop in product(lengths, STOPS)]
     return max(plans, key=lambda plan: round(plan.speedup, 3))

@@ -1,0 +1,135 @@
+"""A chain drafted in one kernel call is the chain drafted step by step."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from selfspec.decode import DecodeState, decode
+from selfspec.drafter import ChainDrafter
+from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.fused_draft import FusedDraft
+from selfspec.target import Target
+from selfspec.verify import Draft
+from tests.conftest import build_model, new_state, prompt_of
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def exit_of(family: str = "llama", dtype: torch.dtype = torch.float32, **config: object) -> tuple[Target, ExitHead]:
+    """A target that the kernel takes, and an exit whose every part differs from the target's own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "vocab_size": 192, "head_dim": 16}
+    target = Target(build_model(family, dtype, **sizes))
+    settings = {"exit_layer": 2, "recall_layers": (3, 6), "num_steps": 2, "draft_vocab": tuple(range(0, 192, 2))}
+    made = ExitConfig(**{**settings, **config}, lora_rank=4)
+    adapter, generator = build_adapter(target, made), torch.Generator().manual_seed(1)
+    for name, parameter in adapter.named_parameters():
+        if parameter.requires_grad:
+            size = 0.1 if "lora" in name or "bridge" in name else 0.3
+            parameter.copy_(parameter + size * torch.randn(parameter.shape, generator=generator))
+    return target, ExitHead(target, "new", made, adapter)
+
+
+class Watched(ChainDrafter):
+    """Keeps what it drafted, and how far the cache was filled behind it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.pace.min_accepted = 0.0
+        self.seen: list[tuple[list[int], torch.Tensor, list[int]]] = []
+
+    def propose(self, state: DecodeState) -> Draft:
+        draft = super().propose(state)
+        if draft.taps is not None:
+            self.seen.append((draft.tokens[0].tolist(), draft.taps, list(state.cache.lengths)))
+        return draft
+
+
+class Stepwise(Watched):
+    is_stepwise = True
+
+
+def run(kind: type[Watched], target: Target, head: ExitHead, draft_len: int, num_prompt: int = 9, **settings: object):
+    drafter = kind(target, head, draft_len)
+    state = new_state(target, prompt_of(num_prompt, vocab_size=192), 40, **settings)
+    list(decode(target, drafter, state))
+    return drafter, state
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("draft_len", [1, 2, 4])
+@pytest.mark.parametrize(
+    "config", [{}, {"recall_layers": (), "num_steps": 1, "draft_vocab": None}], ids=["all", "bare"]
+)
+def test_the_same_drafts_taps_and_lengths(family, draft_len, config, monkeypatch):
+    target, head = exit_of(family, **config)
+    calls = []
+    draft = FusedDraft.draft
+    monkeypatch.setattr(FusedDraft, "draft", lambda *args: calls.append(draft(*args)) or calls[-1])
+    ours, state = run(Watched, target, head, draft_len)
+    assert len(calls) == len(ours.seen) > 0
+    assert None not in calls
+    theirs, expected = run(Stepwise, target, head, draft_len)
+    assert len(calls) == len(ours.seen)  # the other one does not call it
+    assert state.tokens == expected.tokens
+    for (tokens, taps, lengths), (other_tokens, other_taps, other_lengths) in zip(ours.seen, theirs.seen, strict=True):
+        assert (tokens, lengths) == (other_tokens, other_lengths)
+        assert torch.equal(taps, other_taps)
+
+
+def test_in_bfloat16_the_text_stays_and_drafts_hardly_change():
+    target, head = exit_of(dtype=torch.bfloat16)
+    ours, state = run(Watched, target, head, 2)
+    theirs, expected = run(Stepwise, target, head, 2)
+    assert state.tokens == expected.tokens
+    same = [a[0] == b[0] for a, b in zip(ours.seen, theirs.seen, strict=False)]
+    assert sum(same) >= 0.9 * len(same)
+
+
+@pytest.mark.parametrize("draft_len", [1, 3])
+def test_two_threads_draft_the_same(draft_len):
+    target, head = exit_of()
+    one, _ = run(Watched, target, head, draft_len)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        two, _ = run(Watched, target, head, draft_len)
+    finally:
+        torch.set_num_threads(before)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(one.seen, two.seen, strict=True))
+
+
+def test_a_chain_ends_behind_an_end_of_text():
+    target, head = exit_of()
+    plain, _ = run(Watched, target, head, 4)
+    end = next(tokens[1] for tokens, _, _ in plain.seen)  # some draft's second token
+    for kind in (Watched, Stepwise):
+        drafter, _ = run(kind, target, head, 4, eos_ids=frozenset({end}))
+        assert all(end not in tokens[:-1] for tokens, _, _ in drafter.seen)
+    ours, theirs = (run(kind, target, head, 4, eos_ids=frozenset({end}))[0].seen for kind in (Watched, Stepwise))
+    assert [(t, n) for t, _, n in ours] == [(t, n) for t, _, n in theirs]
+
+
+def test_logits_that_are_not_finite_end_drafting_and_change_no_text():
+    target, head = exit_of()
+    _, expected = run(Stepwise, target, head, 2)
+    head.head.output.weight[5, 3] = float("nan")
+    drafter, state = run(Watched, target, head, 2)
+    assert drafter.is_broken
+    assert state.stats.num_drafted == 0
+    assert state.tokens == expected.tokens
+
+
+def test_what_is_not_plainly_greedy_goes_step_by_step(monkeypatch):
+    target, head = exit_of()
+    monkeypatch.setattr(FusedDraft, "draft", lambda *_: pytest.fail("called"))
+    state = new_state(target, prompt_of(9, vocab_size=192), 12, min_length=30)
+    list(decode(target, ChainDrafter(target, head, 2), state))
+    list(decode(target, ChainDrafter(target, head, 2, 0.1), new_state(target, prompt_of(9, vocab_size=192), 12)))
+    list(decode(target, Stepwise(target, head, 2), new_state(target, prompt_of(9, vocab_size=192), 12)))
