@@ -246,7 +246,8 @@ def call(function: Any, record: int, threads: int) -> None:
 def takes(weight: Tensor) -> bool:
     """Whether `linear` multiplies with ``weight`` [O, I]."""
     count, size = weight.shape
-    is_plain = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
+    is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # quantised ones only look like tensors of their dtype
+    is_plain = is_plain and weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
     return is_plain and weight.device.type == "cpu" and size % LANES == 0 and count >= BLOCK
 
 

@@ -154,10 +154,7 @@ class ChainDrafter:
         if self.is_broken:
             return None
         if _is_plain_greedy(state, len(drafted)):
-            place = int(argmax(logits))
-            return Guess(
-                place if self.exit_head.vocab_ids is None else int(self.exit_head.vocab_ids[place]), logits, None
-            )
+            return Guess(self.exit_head.token_at(int(argmax(logits))), logits, None)
         q = self._distribution(logits, state, drafted)
         return Guess(self._draw(q, state, len(state.tokens) + len(drafted)), logits, q)
 

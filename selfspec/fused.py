@@ -28,8 +28,9 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class _Addresses:
-    """Where one layer's weights lie. ``kept`` holds on to that memory, whatever becomes of the module."""
+    """Where one layer's weights lie. ``kept`` holds on to that memory, whatever becomes of ``module``."""
 
+    module: nn.Module
     words: list[int]  # in the kernel's order, the cache's two left out
     shape: Any
     kept: list[Tensor]
@@ -174,4 +175,4 @@ class FusedLayers:
             q.in_features, q.out_features // width, k.out_features // width, width, gate.out_features,
             float(attention.scaling), float(norms[0].variance_epsilon),
         )  # fmt: skip
-        return _Addresses(words, shape, kept) if kernels.fits(shape) else None
+        return _Addresses(module, words, shape, kept) if kernels.fits(shape) else None
