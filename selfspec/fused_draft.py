@@ -33,17 +33,18 @@ class FusedDraft:
         if kernels is None or head.adapter is None or head.exit_layer < 1:
             return None
         table: Any = target.base.get_input_embeddings()
+        norm: Any = head.norm
         output, maps = head.head.output, list(head.bridge.maps)
         weights = [table.weight, output.weight, *(m.weight for m in maps)]
         is_plain = target.is_plain_embed and target.is_plain_head and type(table) is nn.Embedding
-        if not is_plain or output.bias is not None or getattr(head.norm, "variance_epsilon", None) is None:
+        if not is_plain or output.bias is not None or getattr(norm, "variance_epsilon", None) is None:
             return None
         if not all(kernels.takes(w) and w.dtype == target.dtype for w in weights):
             return None
         return dispatch.cpu_draft(target.device).DraftCall(
             table.weight.detach(),
             [(m.weight.detach(), m.bias.detach().float()) for m in maps],
-            head.norm.weight.detach().float(),
+            norm.weight.detach().float(),
             output.weight.detach(),
             head.vocab_ids,
             draft_len,
