@@ -212,10 +212,7 @@ class Target:
     def embed(self, tokens: Tensor, first: int = 0, depths: Sequence[int] | None = None) -> Tensor:
         """Input states [B, R, D] of ``tokens`` [B, R] at positions first, first + 1, ... (or first + depths)."""
         if self.is_plain_embed:
-            table: Any = self.base.get_input_embeddings()
-            if tokens.numel() == 1 and type(table) is nn.Embedding and not table._forward_hooks:
-                return table.weight.detach()[int(tokens)].view(1, 1, -1)  # a draft step's, without ceremony
-            return table(tokens)
+            return self.base.get_input_embeddings()(tokens)
         steps = range(tokens.shape[1]) if depths is None else depths
         positions = torch.tensor([[first + step for step in steps]], device=tokens.device)
         self._run_shell(input_ids=tokens, position_ids=positions)

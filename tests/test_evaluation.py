@@ -280,6 +280,15 @@ def test_prompts_turn_the_order_of_methods(model):
     assert order == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b"]
 
 
+def test_each_engines_drafting_is_held_against_its_own_plain_decoding(model):
+    assert (registry.METHODS["transformers"](model).reference, registry.METHODS["transformers"](model).is_ar) == (
+        "ar",
+        True,
+    )
+    for name in ("prompt_lookup", "assistant_early_exit"):
+        assert (registry.METHODS[name](model).reference, registry.METHODS[name](model).is_ar) == ("transformers", False)
+
+
 def test_every_method_has_its_reference(model):
     specs = method_specs(load_eval_config(None, ["methods=[selfspec, {method: selfspec, name: e, exact: true}]"]))
     methods, skipped = build_methods(model, specs)

@@ -23,6 +23,7 @@ from selfspec.sampling import (
     TARGET_STREAM,
     NonFiniteLogitsError,
     Sampling,
+    argmax,
     draw,
     logits_to_probs,
     require_finite,
@@ -194,3 +195,8 @@ def test_noise_is_never_one_and_a_draw_never_impossible():
         assert noise.max() < 1
     probs = torch.zeros(100, len(ids)).index_fill_(1, torch.tensor([7]), 1.0)
     assert (draw(probs, noise) == 7).all()
+
+
+def test_the_largest_of_equals_is_the_first_with_and_without_gradients():
+    scores = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]])
+    assert argmax(scores).tolist() == argmax(scores.requires_grad_()).tolist() == [1, 0]
