@@ -25,13 +25,15 @@ def attention(
 ) -> Tensor:
     """Attend from ``q`` [B, H, R, D] to ``k``, ``v`` [B, Hkv, T, D]; returns [B, R, H, Dv].
 
-    ``mask`` is boolean [R, T], true where a row may look; None stands for "everything" when R is 1 and for the causal
-    mask of an empty cache when R > 1 (then T must equal R). ``softcap`` squashes scores as Gemma 2 does, ``sinks`` [H]
-    adds one learnt score per head that takes weight and gives none (gpt-oss).
+    ``mask`` is boolean [R, T] or [B, R, T], true where a row may look; None stands for "everything" when R is 1 and for
+    the causal mask of an empty cache when R > 1 (then T must equal R). ``softcap`` squashes scores as Gemma 2 does,
+    ``sinks`` [H] adds one learnt score per head that takes weight and gives none (gpt-oss).
     """
     num_rows = q.shape[2]
     if mask is None and num_rows > 1 and k.shape[2] != num_rows:
         raise ValueError(f"rows over a cache need a mask: {num_rows} rows, {k.shape[2]} slots")
+    if mask is not None and mask.dim() == 3:
+        mask = mask[:, None]  # [B, 1, R, T]
     if num_rows > MAX_PACKED_ROWS and softcap is None and sinks is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -53,7 +55,7 @@ def _packed_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        by_row = scores.view(batch * groups, heads // groups, rows, slots)
+        by_row = scores.view(batch, heads, rows, slots)
         scores = by_row.masked_fill(~mask, float("-inf")).view_as(scores)
     if sinks is not None:
         column = sinks.float().view(1, groups, -1, 1, 1).expand(batch, -1, -1, rows, 1)  # [B, Hkv, G, R, 1]

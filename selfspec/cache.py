@@ -22,12 +22,15 @@ class KVCache:
     ``width`` is the fixed number of rows of exact mode: passes of fewer rows are padded up to it and attention always
     spans the whole capacity, so that the same shapes, hence the same bits, come out however tokens are grouped. None
     means fast mode: passes as they come, attention over the live slots.
+
+    ``pads`` [B] are the slots at each sequence's start that hold padding: slot s is position s - pads[b], and nothing
+    looks at what stands before position 0. So prompts of different lengths end at one slot and go on together.
     """
 
-    def __init__(self, num_layers: int, capacity: int, width: int | None = None) -> None:
+    def __init__(self, num_layers: int, capacity: int, width: int | None = None, pads: Tensor | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be positive, got {capacity}")
-        self.capacity, self.width = capacity, width
+        self.capacity, self.width, self.pads = capacity, width, pads
         self.lengths = [0] * num_layers
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
@@ -85,6 +88,12 @@ class KVCache:
                 if tensor is not None:
                     rows = torch.tensor([first + row for row in path], device=tensor.device)
                     tensor[:, :, first : first + len(path)] = tensor.index_select(2, rows)
+
+    def select(self, sequences: Tensor) -> None:
+        """Go on with ``sequences`` [b] (indices) alone."""
+        self._keys, self._values = ([t if t is None else t[sequences] for t in ts] for ts in (self._keys, self._values))
+        self.pads = self.pads if self.pads is None else self.pads[sequences]
+        self.plans.clear()
 
     @property
     def num_bytes(self) -> int:

@@ -82,8 +82,8 @@ class FusedLayers:
         self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None
     ) -> Tensor | None:
         """`Target.run_modules` without what it counts; None where this pass is not for the kernel."""
-        rows = hidden.shape[1]
-        if hidden.shape[0] != 1 or rows > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
+        rows, is_single = hidden.shape[1], hidden.shape[0] == 1 and cache.pads is None
+        if not is_single or rows > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
             return None
         plan = self.plan(modules, hidden, slots, cache)
         if plan is None:

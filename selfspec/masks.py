@@ -1,6 +1,6 @@
 """Who sees whom: a family's own rule, evaluated for the rows of a pass, in chains and in trees.
 
-Shapes: R rows of a pass, T slots.
+Shapes: B sequences, R rows of a pass, T slots.
 """
 
 from collections.abc import Callable
@@ -47,3 +47,10 @@ def row_mask(rule: MaskRule, positions: Tensor, first: int, read_end: int, ances
     visible = (torch.arange(read_end, device=positions.device) < first).repeat(num_rows, 1)
     visible[:, first : first + num_rows] = ancestors.to(positions.device)
     return visible & rule.allows(zero, zero, positions[:, None], slots[None, :])
+
+
+def padded_row_mask(rule: MaskRule, positions: Tensor, pads: Tensor, read_end: int) -> Tensor:
+    """Boolean [B, R, T] for rows at ``positions`` [B, R] of sequences that begin at slots ``pads`` [B]."""
+    slots = torch.arange(read_end, device=positions.device) - pads[:, None]  # [B, T], as positions
+    zero = torch.zeros((), dtype=torch.long, device=positions.device)
+    return rule.allows(zero, zero, positions[:, :, None], slots[:, None, :]) & (slots >= 0)[:, None]

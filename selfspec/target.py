@@ -5,7 +5,7 @@ replaced by a recorder; what the recorders were called with (rotary tables, mask
 calling the real layers later, a few rows at a time. No modeling file is copied, and `base` is never edited: whatever
 must differ (the attention function, a list of recorders) lives in shallow clones that share parameters and hooks.
 
-Shapes: B batch (1 today), R rows of a pass, T slots, D hidden, V vocabulary, L layers.
+Shapes: B batch, R rows of a pass, T slots, D hidden, V vocabulary, L layers.
 """
 
 import copy
@@ -27,7 +27,7 @@ from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
 from selfspec.linears import with_dispatched_linears
-from selfspec.masks import MaskRule, row_mask, tree_shape
+from selfspec.masks import MaskRule, padded_row_mask, row_mask, tree_shape
 from selfspec.proof import UnsupportedModelError
 
 ATTENTION = "selfspec"
@@ -89,6 +89,7 @@ class _Rows:
     num_rows: int
     read_end: int
     parents: tuple[int, ...] | None
+    pads: Tensor | None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # one a layer, shared between alike layers
 
 
@@ -209,12 +210,18 @@ class Target:
 
     # ---- the three primitives ------------------------------------------------------------------------------------
 
-    def embed(self, tokens: Tensor, first: int = 0, depths: Sequence[int] | None = None) -> Tensor:
-        """Input states [B, R, D] of ``tokens`` [B, R] at positions first, first + 1, ... (or first + depths)."""
+    def embed(
+        self, tokens: Tensor, first: int = 0, depths: Sequence[int] | None = None, pads: Tensor | None = None
+    ) -> Tensor:
+        """Input states [B, R, D] of ``tokens`` [B, R] in slots first, first + 1, ... (or first + depths); ``pads`` [B]
+        as in `KVCache`.
+        """
         if self.is_plain_embed:
             return self.base.get_input_embeddings()(tokens)
         steps = range(tokens.shape[1]) if depths is None else depths
         positions = torch.tensor([[first + step for step in steps]], device=tokens.device)
+        if pads is not None:
+            positions = (positions - pads[:, None]).clamp(min=0)
         self._run_shell(input_ids=tokens, position_ids=positions)
         hidden = self._recorders[0].hidden
         assert hidden is not None
@@ -224,6 +231,8 @@ class Target:
         self, hidden: Tensor, start: int, stop: int, cache: KVCache, parents: Sequence[int] | None = None
     ) -> Tensor:
         """Run layers [start, stop) on ``hidden`` [B, R, D], the rows behind what those layers hold in ``cache``.
+
+        Several sequences go on at one slot, whatever their lengths: see `KVCache` on padding.
 
         ``parents`` gives the rows of a draft tree: row i hangs on row parents[i], row 0 on the cache (parents[0] is
         ignored); None is a chain. Returns the states after layer stop - 1, [B, R, D].
@@ -243,6 +252,8 @@ class Target:
     ) -> Tensor:
         """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``."""
         num_rows, first = hidden.shape[1], cache.lengths[slots.start]
+        if parents is not None and cache.pads is not None:
+            raise ValueError("a draft tree belongs to one sequence without padding")
         is_exact = cache.width is not None and slots.start < self.num_layers and num_rows <= cache.width
         if is_exact:
             hidden = pad_rows(hidden, cache.width)
@@ -254,7 +265,7 @@ class Target:
             cache.advance(slots, num_rows)
             return made[:, :num_rows]
         read_end = cache.capacity if is_exact else first + hidden.shape[1]
-        rows = self._place(first, hidden.shape[1], read_end, parents)
+        rows = self._place(first, hidden.shape[1], read_end, parents, cache.pads)
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
             hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], cache)
@@ -277,7 +288,7 @@ class Target:
         ``mask`` takes the place of the family's own.
         """
         self._prepare(hidden.shape[1])
-        rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, mask)
+        rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, mask=mask)
         for module, slot in zip(modules, slots, strict=True):
             hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], None)
         return hidden
@@ -340,40 +351,53 @@ class Target:
         ]
         self._table_size, self._rows_cache = size, None
 
-    def _place(self, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None) -> _Rows:
-        tree = None if parents is None else tuple(parents)
+    def _place(
+        self, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None, pads: Tensor | None
+    ) -> _Rows:
+        wanted = (first, num_rows, read_end, None if parents is None else tuple(parents))
         held = self._rows_cache
-        if held is None or (held.first, held.num_rows, held.read_end, held.parents) != (
-            first,
-            num_rows,
-            read_end,
-            tree,
-        ):
-            self._rows_cache = held = self._fill(first, num_rows, read_end, tree, None)
+        if held is None or held.pads is not pads or (held.first, held.num_rows, held.read_end, held.parents) != wanted:
+            self._rows_cache = held = self._fill(*wanted, pads=pads)
         return held
 
     def _fill(
-        self, first: int, num_rows: int, read_end: int, parents: tuple[int, ...] | None, mask: Tensor | None
+        self,
+        first: int,
+        num_rows: int,
+        read_end: int,
+        parents: tuple[int, ...] | None,
+        mask: Tensor | None = None,
+        pads: Tensor | None = None,
     ) -> _Rows:
         """The recorded calls for rows at slots first ..: tables cut to their positions, rules made into masks."""
         depths, ancestors = tree_shape(parents, num_rows)
         last = self._table_size - 1  # padding rows of exact mode may stand beyond the context
         positions = torch.tensor([min(first + d, last) for d in depths], device=self.device)
         whole = range(first, first + num_rows) if parents is None and first + num_rows <= self._table_size else None
+        by_sequence = None if pads is None else (positions - pads[:, None]).clamp(min=0)  # [B, R]
         made: dict[int, Any] = {}
+
+        def see(rule: MaskRule) -> Tensor | None:
+            if by_sequence is None or pads is None:
+                return row_mask(rule, positions, first, read_end, ancestors)
+            return padded_row_mask(rule, by_sequence, pads, read_end)
+
+        def cut_table(table: Tensor, dim: int) -> Tensor:
+            if by_sequence is not None:
+                rows = table.index_select(dim, by_sequence.flatten()).unflatten(dim, by_sequence.shape).movedim(dim, 0)
+                return rows.squeeze(1) if dim else rows  # [B, ..., R, ...]: tables were made for one sequence
+            return table.narrow(dim, whole.start, num_rows) if whole else table.index_select(dim, positions)
 
         def cut(value: Any) -> Any:
             if isinstance(value, MaskRule):
-                value = made.setdefault(
-                    id(value), mask if mask is not None else row_mask(value, positions, first, read_end, ancestors)
-                )
+                if id(value) not in made:
+                    made[id(value)] = mask if mask is not None else see(value)
+                value = made[id(value)]
             elif isinstance(value, tuple):
                 value = tuple(cut(v) for v in value)
             elif isinstance(value, Tensor) and self._table_size in value.shape:
                 if id(value) not in made:
-                    dim = value.shape.index(self._table_size)
-                    rows = value.narrow(dim, whole.start, num_rows) if whole else value.index_select(dim, positions)
-                    made[id(value)] = rows
+                    made[id(value)] = cut_table(value, value.shape.index(self._table_size))
                 value = made[id(value)]
             return value
 
@@ -384,7 +408,7 @@ class Target:
             if key not in shared:
                 shared[key] = (tuple(cut(a) for a in args), {k: cut(v) for k, v in kwargs.items()})
             calls.append(shared[key])
-        return _Rows(first, num_rows, read_end, parents, calls)
+        return _Rows(first, num_rows, read_end, parents, pads, calls)
 
 
 def pad_rows(hidden: Tensor, width: int | None) -> Tensor:

@@ -15,9 +15,11 @@ from selfspec.files import read_jsonl
 from selfspec.pretrained import load_target_model
 from selfspec.target import Target
 from selfspec.training import generate_data
+from selfspec.training.batch import sample, write_batch
 from selfspec.training.data import Row, load_shards, prompt_ids, read_prompts, rows_from_jsonl, write_shard
-from selfspec.training.generate_data import sample_batch, write_data
-from selfspec.training.kept_states import collect_cached
+from selfspec.training.generate_data import write_data
+from selfspec.training.kept_states import KeptStates, collect_cached
+from selfspec.training.states import collect
 from selfspec.training.workers import num_workers_for
 
 CHATML = (
@@ -72,6 +74,11 @@ def answer(row, tokenizer):
 def generate(model, tokenizer, folder, num_tokens, **changes):
     settings = {"batch_size": 4, "max_new_tokens": 6, "shard_tokens": 40, "seed": 3} | changes
     return write_data(model, tokenizer, folder, num_tokens, **settings)
+
+
+def write(model, prompts, max_new_tokens, eos_ids=()):
+    """Greedy answers."""
+    return write_batch(Target(model), prompts, torch.zeros(len(prompts)), max_new_tokens, torch.Generator(), eos_ids)
 
 
 def same(a, b):
@@ -179,30 +186,44 @@ def test_a_flipped_bit_and_a_missing_shard_are_found(tmp_path, model, tokenizer,
 
 def test_padded_greedy_answers_are_those_of_each_prompt_alone(model):
     prompts = [[5, 6, 7], [9], [20, 21, 22, 23, 24], [30, 31]]
-    together = sample_batch(model, prompts, torch.zeros(4), 12, torch.Generator())
-    for prompt, found in zip(prompts, together, strict=True):
+    for prompt, found in zip(prompts, write(model, prompts, 12, [EOS]), strict=True):
         alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=EOS)
-        assert found == alone[0, len(prompt) :].tolist()
+        assert found.answer == alone[0, len(prompt) :].tolist()
 
 
-def test_rows_that_end_leave_and_the_others_go_on_unchanged(model, monkeypatch):
+def test_rows_that_end_leave_and_the_others_go_on_unchanged(model):
     """Each greedy answer, cut at its first end token, whatever ends beside it."""
     prompts = [[5, 6, 7], [9], [20, 21, 22, 23, 24], [30, 31]]
-    monkeypatch.setattr(generate_data, "_eos_ids", lambda _: [])
-    whole = sample_batch(model, prompts, torch.zeros(4), 12, torch.Generator())
+    whole = [written.answer for written in write(model, prompts, 12)]
     ends = {whole[0][2], whole[2][6]}
-    monkeypatch.setattr(generate_data, "_eos_ids", lambda _: sorted(ends))
-    for found, full in zip(sample_batch(model, prompts, torch.zeros(4), 12, torch.Generator()), whole, strict=True):
+    for found, full in zip(write(model, prompts, 12, sorted(ends)), whole, strict=True):
         cut = next((i + 1 for i, token in enumerate(full) if token in ends), 12)
-        assert found == full[:cut]
+        assert found.answer == full[:cut]
+
+
+def test_states_kept_while_writing_are_those_of_a_pass_over_the_rows(tmp_path, model, tokenizer, prompts_file):
+    target, config = Target(model), ExitConfig(exit_layer=1, recall_layers=(1, 2))
+    kept = KeptStates(tmp_path / "states", config, "this model")
+    generate(model, tokenizer, tmp_path / "data", 60, prompts=prompts_file, kept=kept)
+    rows = load_shards(tmp_path / "data")
+    for row, found, made in zip(rows, kept.find(rows), collect(target, config, rows), strict=True):
+        assert found is not None, row
+        assert found.answer_start == made.answer_start
+        assert found.taps.shape == made.taps.shape == (len(row.ids) - 1, 32)
+        for name in ("taps", "recalls", "wanted", "finals", "log_sums"):
+            torch.testing.assert_close(getattr(found, name), getattr(made, name), rtol=2e-2, atol=1e-3)
+        assert torch.equal(found.argmaxes, made.argmaxes)
+        if row.temperature == 0:
+            assert found.argmaxes.tolist() == row.ids[row.answer_start :].tolist()
+    assert KeptStates(tmp_path / "states", config, "another model").find(rows) == [None] * len(rows)
 
 
 def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).repeat(20_000, 1)
     temperatures = torch.full((20_000,), 0.8)
-    drawn = generate_data._sample(logits, temperatures, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20_000
+    drawn = sample(logits, temperatures, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20_000
     torch.testing.assert_close(drawn, (logits[0] / 0.8).softmax(-1), atol=0.012, rtol=0)  # 3.5 sigma
-    assert generate_data._sample(logits[:1], torch.zeros(1), torch.Generator()).item() == 2
+    assert sample(logits[:1], torch.zeros(1), torch.Generator()).item() == 2
 
 
 @pytest.mark.parametrize("kind", ["prompts", "self"])
@@ -276,8 +297,8 @@ def test_two_processes_write_what_one_would(tmp_path, model, tokenizer):
         rows[count] = load_shards(tmp_path / f"data{count}")
     assert [row.ids.tolist() for row in rows[1]] == [row.ids.tolist() for row in rows[2]]
     target, config = Target(held), ExitConfig(exit_layer=1, recall_layers=(1,))
-    one = collect_cached(target, config, rows[1], tmp_path / "s1", "t", 8)
-    two = collect_cached(target, config, rows[1], tmp_path / "s2", "t", 8, num_workers=2)
+    one = collect_cached(target, KeptStates(tmp_path / "s1", config, "t"), rows[1], 8)
+    two = collect_cached(target, KeptStates(tmp_path / "s2", config, "t"), rows[1], 8, num_workers=2)
     assert all(torch.equal(a.finals, b.finals) for a, b in zip(one, two, strict=True))
     for child in multiprocessing.active_children():
         child.join(timeout=30)

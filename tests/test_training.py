@@ -19,7 +19,7 @@ from selfspec.training import kept_states
 from selfspec.training.confidence import fit_logistic
 from selfspec.training.config import TrainConfig, load_train_config
 from selfspec.training.data import Row
-from selfspec.training.kept_states import collect_cached
+from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import claim, halve, record, split, train_on_rows
@@ -220,7 +220,7 @@ def test_row_states_do_not_depend_on_their_batch() -> None:
     for a, b in zip(together, alone, strict=True):
         torch.testing.assert_close(a.finals, b.finals, atol=1e-4, rtol=1e-4)
         assert a.recalls is not None
-        torch.testing.assert_close(a.recalls[:, 32:][b.answer_start - 1 : -1].float(), a.finals, atol=0.05, rtol=0.01)
+        torch.testing.assert_close(a.recalls[:, 32:][b.answer_start - 1 :].float(), a.finals, atol=0.05, rtol=0.01)
 
 
 def test_steps_are_runs_from_one() -> None:
@@ -381,11 +381,11 @@ def test_kept_states_are_read_back_and_broken_ones_made_again(
                     assert same(getattr(kept, name), value), name
         assert passes == expected_passes
 
-    arguments = (target, config, rows, tmp_path, "this target", 2)
+    arguments = (target, KeptStates(tmp_path, config, "this target"), rows, 2)
     check([2, 2, 1])
     check([2, 2, 1])
     broken = sorted(tmp_path.iterdir())[0]
-    size = len(kept_states._load(broken))
+    size = len(kept_states._names(broken))
     broken.write_bytes(broken.read_bytes()[:-7])
     check([2, 2, 1, size])
     assert "is broken" in caplog.text

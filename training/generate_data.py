@@ -1,7 +1,4 @@
-"""The target writes its own training data, in batches, into shards that a later call continues.
-
-B rows of a batch, T positions cached, V vocabulary.
-"""
+"""The target writes its own training data, in batches, into shards that a later call continues."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.files import write_atomically
+from selfspec.target import Target
+from selfspec.training.batch import Written, write_batch
 from selfspec.training.data import (
     FORMAT_VERSION,
     Prompt,
@@ -36,6 +33,8 @@ from selfspec.training.data import (
     read_prompts,
     write_shard,
 )
+from selfspec.training.kept_states import KeptStates
+from selfspec.training.states import kept_depths, row_states
 from selfspec.training.workers import in_order
 
 logger = logging.getLogger(__name__)
@@ -70,15 +69,18 @@ def write_data(
     shard_tokens: int = 20_000,
     seed: int = 0,
     num_workers: int = 1,
+    kept: KeptStates | None = None,
 ) -> dict[str, Any]:
     """Let the target write num_tokens answer tokens into out_dir; returns the manifest.
 
     prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl (see read_prompts), in
     an order that keeps every category's share in any prefix. Rows of a batch take the temperatures in turn. A second
     call with the same settings continues where the first stopped, and ends with the same rows as one whole call: noise
-    depends on (seed, batch number) alone. ``num_workers`` processes write batches side by side. Raises ValueError when
-    out_dir holds data of other settings or the model writes only empty answers, BlockingIOError when another process
-    writes there.
+    depends on (seed, batch number) alone. ``num_workers`` processes write batches side by side. ``kept`` keeps the
+    target's states as it writes, so that training needs no pass of its own over the rows.
+
+    Raises ValueError when out_dir holds data of other settings or the model writes only empty answers, BlockingIOError
+    when another process writes there.
     """
     folder = Path(out_dir)
     settings = {
@@ -90,14 +92,16 @@ def write_data(
         "max_prompt_tokens": max_prompt_tokens, "shard_tokens": shard_tokens, "seed": seed,
     }  # fmt: skip
     done: Counter[str] = Counter()
-    plan = _plan(read_prompts(prompts), tokenizer, batch_size, max_prompt_tokens, seed, done) if prompts else None
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", max_prompt_tokens + max_new_tokens)
+    longest = min(max_prompt_tokens, context - max_new_tokens)
+    plan = _plan(read_prompts(prompts), tokenizer, batch_size, longest, seed, done) if prompts else None
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder), _bar() as bar, contextlib.ExitStack() as stack:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
         start_tokens, num_barren = state.num_answer_tokens, 0
         pending: list[Row] = []
-        tasks = _tasks(tokenizer, plan, settings, state.num_batches)
+        tasks = _tasks(tokenizer, plan, settings, state.num_batches, kept)
         batches = stack.enter_context(contextlib.closing(in_order(model, _write_batch, tasks, num_workers)))
         while state.num_answer_tokens + _count(pending) < num_tokens:
             written = next(batches, None)
@@ -121,91 +125,16 @@ def write_data(
     return read_manifest(folder)
 
 
-class _RoomyLayer(DynamicLayer):
-    """A growing cache layer with room ahead: transformers' own copies everything it holds at every token."""
-
-    keys: Any
-    values: Any
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self.room = room
-        self._stores: list[Tensor] = []  # keys and values [B, Hkv, slots, D]; what is held is a view of their start
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append [B, Hkv, R, D] rows; returns all keys and values."""
-        first = self.get_seq_length()
-        end = first + key_states.shape[2]
-        if not self._stores or end > self._stores[0].shape[2]:
-            held = [self.keys, self.values] if first else [key_states[:, :, :0], value_states[:, :, :0]]
-            num_free = end - first + self.room
-            self._stores = [torch.cat([h, h.new_zeros(*h.shape[:2], num_free, h.shape[3])], dim=2) for h in held]
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        for store, new in zip(self._stores, (key_states, value_states), strict=True):
-            store[:, :, first:end] = new
-        self.keys, self.values = (store[:, :, :end] for store in self._stores)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices`` [b] alone."""
-        end = self.get_seq_length()
-        self._stores = [store[indices] for store in self._stores]
-        self.keys, self.values = (store[:, :, :end] for store in self._stores)
-
-
-@torch.inference_mode()
-def sample_batch(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    temperatures: Tensor,  # [B], 0 is greedy
-    max_new_tokens: int,
-    generator: torch.Generator,
-) -> list[list[int]]:
-    """Continue each prompt up to its end token (kept) or max_new_tokens. Finished rows leave the batch as they come."""
-    eos = torch.tensor(_eos_ids(model), device=model.device)
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)  # [B, T], left-padded
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    temperatures, positions = temperatures.to(model.device), (mask.cumsum(-1) - 1).clamp(min=0)
-    cache, rows = DynamicCache(config=model.config), torch.arange(len(prompts))
-    cache.layers = [_RoomyLayer(max_new_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    answers: list[list[int]] = [[] for _ in prompts]
-    for _ in range(max_new_tokens):
-        logits = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-        ).logits[:, -1]  # [B, V]
-        tokens = _sample(logits.float(), temperatures, generator)  # [B]
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            answers[row].append(token)
-        alive = ~torch.isin(tokens, eos)
-        if not alive.any():
-            break
-        if not alive.all():
-            cache.batch_select_indices(alive.nonzero()[:, 0])
-            rows, tokens, mask, positions = rows[alive.cpu()], tokens[alive], mask[alive], positions[alive]
-            temperatures = temperatures[alive]
-        ids, positions = tokens[:, None], positions[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)  # [B, T + 1]
-    return answers
-
-
-def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """Greedy rows take the argmax, the others invert the cumulative distribution: one random number a row, not V."""
-    tokens = logits.argmax(-1)  # [B]
-    warm = temperatures > 0
-    if warm.any():
-        total = (logits[warm] / temperatures[warm, None]).softmax(-1).cumsum(-1)  # [W, V]
-        draws = torch.rand(len(total), 1, generator=generator, device=logits.device) * total[:, -1:]
-        tokens[warm] = torch.searchsorted(total, draws, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens
-
-
 def _tasks(
-    tokenizer: PreTrainedTokenizerBase, plan: list[list[list[int]]] | None, settings: dict[str, Any], first: int
+    tokenizer: PreTrainedTokenizerBase,
+    plan: list[list[list[int]]] | None,
+    settings: dict[str, Any],
+    first: int,
+    kept: KeptStates | None,
 ) -> Iterator[tuple[Any, ...]]:
     """What `_write_batch` takes, from batch number ``first`` on."""
     for number in itertools.count(first) if plan is None else range(first, len(plan)):
-        yield tokenizer, settings, number, None if plan is None else plan[number]
+        yield tokenizer, settings, number, None if plan is None else plan[number], kept
 
 
 def _write_batch(
@@ -214,27 +143,36 @@ def _write_batch(
     settings: dict[str, Any],
     number: int,
     prompts: list[list[int]] | None,
+    kept: KeptStates | None,
 ) -> tuple[list[Row], Counter[str]]:
     """Rows of batch ``number``, and how many were left out for what reason; prompts None: they are written first."""
     skipped: Counter[str] = Counter()
+    target = Target(model, check=False)
     generator = torch.Generator(model.device).manual_seed(settings["seed"] * 1_000_003 + number)
     if prompts is None:
-        prompts = _user_turns(model, tokenizer, settings, generator, skipped)
+        prompts = _user_turns(target, tokenizer, settings, generator, skipped)
     choices = settings["temperatures"]
     temperatures = [choices[(number + row) % len(choices)] for row in range(len(prompts))]
-    warmth, limit = torch.tensor(temperatures), settings["max_new_tokens"]
-    answers = sample_batch(model, prompts, warmth, limit, generator) if prompts else []
-    eos, rows = set(_eos_ids(model)), []
-    for prompt, answer, temperature in zip(prompts, answers, temperatures, strict=True):
-        if all(token in eos for token in answer):
+    depths = kept_depths(target, kept.config) if kept else []
+    eos, rows = _eos_ids(model), list[Row]()
+    made = write_batch(
+        target, prompts, torch.tensor(temperatures), settings["max_new_tokens"], generator, eos, depths
+    ) if prompts else []  # fmt: skip
+    useful = list[Written]()
+    for prompt, written, temperature in zip(prompts, made, temperatures, strict=True):
+        if all(token in eos for token in written.answer):
             skipped["empty answer"] += 1
         else:
-            rows.append(Row(np.array(prompt + answer), len(prompt), temperature))
+            rows.append(Row(np.array(prompt + written.answer), len(prompt), temperature))
+            useful.append(written)
+    if kept and rows:
+        held = zip(rows, useful, strict=True)
+        kept.keep(rows, [row_states(kept.config, row, w.states, w.log_sums, w.argmaxes) for row, w in held])
     return rows, skipped
 
 
 def _user_turns(
-    model: PreTrainedModel,
+    target: Target,
     tokenizer: PreTrainedTokenizerBase,
     settings: dict[str, Any],
     generator: torch.Generator,
@@ -247,10 +185,10 @@ def _user_turns(
         return [[start]] * size
     text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
     before = tokenizer.encode(text.split(MARK)[0], add_special_tokens=False)
-    turns = sample_batch(model, [before] * size, torch.full((size,), 0.8), USER_TURN_TOKENS, generator)
-    eos, prompts = set(_eos_ids(model)), []
-    for turn in turns:
-        content = tokenizer.decode([token for token in turn if token not in eos], skip_special_tokens=True).strip()
+    eos, prompts = _eos_ids(target.base), []
+    for turn in write_batch(target, [before] * size, torch.full((size,), 0.8), USER_TURN_TOKENS, generator, eos):
+        ids = [token for token in turn.answer if token not in eos]
+        content = tokenizer.decode(ids, skip_special_tokens=True).strip()
         if content:
             prompts.append(prompt_ids(tokenizer, [{"role": "user", "content": content}]))
         else:

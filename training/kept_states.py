@@ -1,7 +1,8 @@
-"""Teacher states kept on disk in chunks of rows: an interrupted pass goes on, and later data costs only its own pass.
+"""Teacher states kept on disk: an interrupted pass goes on, later data costs only its own pass, runs share them.
 
-A file holds, for row i of its chunk, the tensors `i.taps`, `i.recalls`, ... of `RowStates`, and for all of them
-`answer_starts` and `temperatures`.
+A file holds the rows that were made together; for row i the tensors `i.taps`, `i.recalls`, ... of `RowStates`, for all
+of them `answer_starts` and `temperatures`, and in its metadata what tells each row, so that a row is found whatever
+rows were made beside it.
 """
 
 import hashlib
@@ -9,11 +10,12 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.progress import track
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,58 +31,78 @@ logger = logging.getLogger(__name__)
 CHUNK_ROWS = 64  # rows a file holds
 
 
+@dataclass(frozen=True)
+class KeptStates:
+    """A folder of states of the target that ``label`` names, as exits of ``config`` are trained on."""
+
+    folder: Path
+    config: ExitConfig
+    label: str
+
+    def keep(self, rows: Sequence[Row], states: Sequence[RowStates]) -> Path:
+        """Write the states of ``rows`` into a file of their own, which is returned."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = [self._name(row) for row in rows]
+        path = self.folder / f"states-{hashlib.sha256(''.join(names).encode()).hexdigest()[:20]}.safetensors"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file(_tensors(states), temporary, metadata={"rows": json.dumps(names)})
+        os.replace(temporary, path)
+        return path
+
+    def find(self, rows: Sequence[Row]) -> list[RowStates | None]:
+        """The states of ``rows``, None for those that are not kept."""
+        names = [self._name(row) for row in rows]
+        wanted, found = set(names), dict[str, RowStates]()
+        for path in sorted(self.folder.glob("states-*.safetensors")):
+            held = _names(path)
+            if not wanted.isdisjoint(held):
+                found.update((n, s) for n, s in zip(held, _states(load_file(path)), strict=True) if n in wanted)
+        return [found.get(name) for name in names]
+
+    def _name(self, row: Row) -> str:
+        temperature = f"{row.temperature:.4g}"  # shards keep it in single precision
+        identity = [self.label, self.config.exit_layer, self.config.recall_layers, row.answer_start, temperature]
+        return hashlib.sha256(json.dumps(identity).encode() + row.ids.tobytes()).hexdigest()[:20]
+
+
 def collect_cached(
-    target: Target,
-    config: ExitConfig,
-    rows: Sequence[Row],
-    folder: Path,
-    label: str,
-    chunk: int = CHUNK_ROWS,
-    num_workers: int = 1,
+    target: Target, kept: KeptStates, rows: Sequence[Row], chunk: int = CHUNK_ROWS, num_workers: int = 1
 ) -> list[RowStates]:
-    """`collect`, chunk by chunk through ``folder``, ``num_workers`` processes side by side.
-
-    ``label`` names the target. Files are named by what they were made from, so two processes may share the work.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    identity = json.dumps([label, config.exit_layer, config.recall_layers])
-    parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
-    paths = [folder / f"states-{_digest(identity, part)}.safetensors" for part in parts]
-    held = [_load(path) if path.is_file() else None for path in paths]
-    missing = [i for i, states in enumerate(held) if states is None]
-    made = in_order(target.base, _collect, [(config, parts[i], paths[i]) for i in missing], num_workers)
-    for i, _ in zip(missing, track(made, description="teacher pass", total=len(missing)), strict=True):
-        held[i] = _load(paths[i])
-    return [state for states in held for state in states or []]
+    """`collect` of the rows that ``kept`` lacks, chunk by chunk, ``num_workers`` processes side by side."""
+    states = kept.find(rows)
+    missing = [i for i, state in enumerate(states) if state is None]
+    parts = [missing[start : start + chunk] for start in range(0, len(missing), chunk)]
+    made = in_order(target.base, _collect, [(kept, [rows[i] for i in part]) for part in parts], num_workers)
+    for part, path in zip(parts, track(made, description="teacher pass", total=len(parts)), strict=True):
+        for i, state in zip(part, _states(load_file(path)), strict=True):
+            states[i] = state
+    return [state for state in states if state is not None]
 
 
-def _digest(identity: str, rows: Sequence[Row]) -> str:
-    digest = hashlib.sha256(identity.encode())
-    for row in rows:
-        digest.update(row.ids.tobytes() + str(row.answer_start).encode())
-    return digest.hexdigest()[:20]
+def _collect(model: PreTrainedModel, kept: KeptStates, rows: Sequence[Row]) -> Path:
+    return kept.keep(rows, collect(Target(model, check=False), kept.config, rows))
 
 
-def _collect(model: PreTrainedModel, config: ExitConfig, rows: Sequence[Row], path: Path) -> None:
-    _save(collect(Target(model, check=False), config, rows), path)
+def _names(path: Path) -> list[str]:
+    """What tells the rows in ``path``; none, and a warning, where the file is broken (it is removed)."""
+    try:
+        with safe_open(path, "pt") as file:
+            names: list[str] = json.loads((file.metadata() or {}).get("rows", "[]"))
+    except SafetensorError as error:
+        logger.warning("%s is broken (%s): its rows go through the target again", path, error)
+        path.unlink(missing_ok=True)
+        return []
+    return names
 
 
-def _save(states: Sequence[RowStates], path: Path) -> None:
+def _tensors(states: Sequence[RowStates]) -> dict[str, Tensor]:
     tensors = {f"{i}.{n}": v for i, s in enumerate(states) for n, v in vars(s).items() if isinstance(v, Tensor)}
     tensors["answer_starts"] = torch.tensor([s.answer_start for s in states])
     tensors["temperatures"] = torch.tensor([s.temperature for s in states], dtype=torch.float64)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-    os.replace(temporary, path)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _load(path: Path) -> list[RowStates] | None:
-    """The states in ``path``; None, and a warning, where the file is broken."""
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        logger.warning("%s is broken (%s): its rows go through the target again", path, error)
-        return None
+def _states(tensors: dict[str, Tensor]) -> list[RowStates]:
     starts, temperatures = tensors.pop("answer_starts").tolist(), tensors.pop("temperatures").tolist()
     rows: list[dict[str, Tensor]] = [{} for _ in starts]
     for name, tensor in tensors.items():

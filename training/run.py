@@ -27,7 +27,7 @@ from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
 from selfspec.training.generate_data import write_data
-from selfspec.training.kept_states import collect_cached
+from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.losses import Metrics
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.scores import evaluate, score_rows
@@ -61,7 +61,7 @@ def train_exits(config: TrainConfig) -> Path:
     target = Target(model)
     config.exit_config(target.num_layers, None).check(target.num_layers)
     record(config, folder)
-    rows = load_rows(config, target, tokenizer, folder)
+    rows = load_rows(config, target, tokenizer, folder, kept_states(config, target, folder))
     saved = folder / config.exit
 
     def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
@@ -78,11 +78,11 @@ def train_on_rows(
     train_rows, held_rows = split(rows, config)
     vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens, target.vocab_size)
     exit_config = config.exit_config(target.num_layers, vocab)
-    label, kept = fingerprint(target.base), Path(config.states or folder / "states")
+    kept = kept_states(config, target, folder)
     workers = num_workers_for(target.base, config.workers)
-    held_out = collect_cached(target, exit_config, held_rows, kept, label, num_workers=workers)
+    held_out = collect_cached(target, kept, held_rows, num_workers=workers)
     choosing, judging = halve(held_out, config.eval_tokens)
-    states = collect_cached(target, exit_config, train_rows, kept, label, num_workers=workers)
+    states = collect_cached(target, kept, train_rows, num_workers=workers)
     adapter = build_adapter(target, exit_config)
     start_from_ridge(adapter, fit_ridge(states, exit_config.num_steps, config.ridge, config.ridge_tokens))
     vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
@@ -164,8 +164,16 @@ def start_from_ridge(adapter: PeftModel, solutions: Sequence[tuple[Tensor, Tenso
             linear.bias.copy_(bias)
 
 
-def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[Row]:
-    """The rows that the config asks for, generated where they are not there yet."""
+def kept_states(config: TrainConfig, target: Target, folder: Path) -> KeptStates:
+    """Where the run keeps the target's states."""
+    place = Path(config.states or folder / "states")
+    return KeptStates(place, config.exit_config(target.num_layers, None), fingerprint(target.base))
+
+
+def load_rows(
+    config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: KeptStates
+) -> list[Row]:
+    """The rows that the config asks for, written where they are not there yet, their states kept on the way."""
     data = config.data
     if data.jsonl:
         rows = rows_from_jsonl(data.jsonl, tokenizer, data.max_row_tokens)
@@ -175,7 +183,7 @@ def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
         if held < data.num_tokens:
             write_data(
                 target.base, tokenizer, shards, data.num_tokens, data.prompts, data.temperatures, seed=config.seed,
-                num_workers=num_workers_for(target.base, config.workers),
+                num_workers=num_workers_for(target.base, config.workers), kept=kept,
             )  # fmt: skip
         rows = [row for row in load_shards(shards) if len(row.ids) <= data.max_row_tokens]
     return rows[: num_rows_for([row.num_answer_tokens for row in rows], data.num_tokens)]

@@ -1,11 +1,11 @@
 """One teacher pass over the training rows: the states that exits are trained on, and the closed-form bridge.
 
-Shapes: B rows of a batch, S positions, D hidden, n recalled layers, V vocabulary, V_d drafted vocabulary, A positions
-that carry the loss (their next token is in the answer).
+Shapes: B rows of a batch, S positions that predict a token (all of a row but its last), D hidden, n recalled layers, V
+vocabulary, V_d drafted vocabulary, A positions that carry the loss (their next token is in the answer).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ class RowStates:
 
     @property
     def num_tokens(self) -> int:
+        """Positions S."""
         return self.taps.shape[0]
 
 
@@ -75,25 +76,37 @@ def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_s
 def collect(target: Target, config: ExitConfig, rows: Sequence[Row], batch_tokens: int = 2048) -> list[RowStates]:
     """The teacher pass over ``rows``; their order is kept."""
     states: dict[int, RowStates] = {}
-    marks = sorted({config.exit_layer, *config.recall_layers, target.num_layers - 1, target.num_layers})
-    for batch in passes(target, [torch.from_numpy(row.ids) for row in rows], marks, batch_tokens):
-        held = batch.states
-        recalls = torch.cat([held[r] for r in config.recall_layers], dim=-1) if config.recall_layers else None
+    texts, wanted = [torch.from_numpy(row.ids[:-1]) for row in rows], kept_depths(target, config)
+    for batch in passes(target, texts, wanted, batch_tokens):
         for b, index in enumerate(batch.indices):
-            row, size = rows[index], len(rows[index].ids)
-            finals = held[target.num_layers][b, row.answer_start - 1 : size - 1]
-            log_sums, argmaxes = _teacher(target, finals)
-            states[index] = RowStates(
-                taps=held[config.exit_layer][b, :size].bfloat16().cpu(),
-                recalls=None if recalls is None else recalls[b, :size].bfloat16().cpu(),
-                wanted=held[target.num_layers - 1][b, :size].bfloat16().cpu(),
-                finals=finals.clone().cpu(),
-                answer_start=row.answer_start,
-                log_sums=log_sums.cpu(),
-                argmaxes=argmaxes.cpu(),
-                temperature=row.temperature,
-            )
+            row = rows[index]
+            held = {depth: state[b, : len(row.ids) - 1] for depth, state in batch.states.items()}
+            log_sums, argmaxes = _teacher(target, held[target.num_layers][row.answer_start - 1 :])
+            states[index] = row_states(config, row, held, log_sums, argmaxes)
     return [states[i] for i in range(len(rows))]
+
+
+def kept_depths(target: Target, config: ExitConfig) -> list[int]:
+    """The depths (layers behind them) whose states an exit is trained on."""
+    return sorted({config.exit_layer, *config.recall_layers, target.num_layers - 1, target.num_layers})
+
+
+def row_states(
+    config: ExitConfig, row: Row, held: Mapping[int, Tensor], log_sums: Tensor, argmaxes: Tensor
+) -> RowStates:
+    """What is kept of ``row``, from its states ``held`` [S, D] at the `kept_depths`; copies, off the device."""
+    *_, inner, last = sorted(held)
+    recalled = [held[depth].bfloat16() for depth in config.recall_layers]
+    return RowStates(
+        taps=held[config.exit_layer].bfloat16().cpu(),
+        recalls=torch.cat(recalled, dim=-1).cpu() if recalled else None,
+        wanted=held[inner].bfloat16().cpu(),
+        finals=held[last][row.answer_start - 1 :].float().clone().cpu(),
+        answer_start=row.answer_start,
+        log_sums=log_sums.clone().cpu(),
+        argmaxes=argmaxes.clone().cpu(),
+        temperature=row.temperature,
+    )
 
 
 def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +159,7 @@ def make_batch(rows: Sequence[RowStates], device: torch.device, dtype: torch.dty
     held = [row.recalls for row in rows if row.recalls is not None]
     is_scored = torch.zeros(taps.shape[:2], dtype=torch.bool)
     for b, row in enumerate(rows):
-        is_scored[b, row.answer_start - 1 : row.num_tokens - 1] = True
+        is_scored[b, row.answer_start - 1 : row.num_tokens] = True
     return Batch(
         taps=taps.to(device, dtype),
         recalls=pad_sequence(held, batch_first=True).to(device, dtype) if held else None,
