@@ -119,10 +119,9 @@ class FusedLayers:
 
     def _table(self, slot: int) -> tuple[Tensor, Tensor] | None:
         """Rotary tables [S, W] that layer ``slot`` is called with; None where it sees more or less than the prefix."""
-        table = self.target.table
-        if not table:
+        if self.target.calls is None:
             return None
-        arguments = table[min(slot, self.target.num_layers - 1)][1]
+        arguments = self.target.calls.table[min(slot, self.target.num_layers - 1)][1]
         rule, rotary = arguments.get("attention_mask"), arguments.get("position_embeddings")
         if not isinstance(rule, MaskRule) or not rule.is_causal or not isinstance(rotary, tuple):
             return None

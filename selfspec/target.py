@@ -11,7 +11,6 @@ Shapes: B batch, R rows of a pass, T slots, D hidden, V vocabulary, L layers.
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from selfspec.clones import bare_clone, shallow_clone
 from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
+from selfspec.layer_calls import LayerCalls, Place, Recorder, call_layer
 from selfspec.linears import with_dispatched_linears
-from selfspec.masks import MaskRule, padded_row_mask, row_mask, tree_shape
+from selfspec.masks import MaskRule
 from selfspec.proof import UnsupportedModelError
 
 ATTENTION = "selfspec"
@@ -60,39 +60,6 @@ AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, _mask_rule)
 
 
-class _Recorder(nn.Module):
-    """Stands in a layer's place: notes how the family calls it, passes the hidden state on (or ``replacement``)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["layer"] = layer  # not a submodule: its parameters are none of the shell's business
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.hidden: Tensor | None = None
-        self.replacement: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["layer"], name)  # attention_type and the like
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.hidden, self.call = hidden, (args, kwargs)
-        return hidden if self.replacement is None else self.replacement
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where the rows of one pass stand: arguments for each kind of layer call."""
-
-    first: int
-    num_rows: int
-    read_end: int
-    parents: tuple[int, ...] | None
-    pads: Tensor | None
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # one a layer, shared between alike layers
-
-
 class Target:
     """A frozen Hugging Face causal language model that runs layer by layer over a `KVCache`.
 
@@ -108,10 +75,8 @@ class Target:
         self.config = base.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         dispatch.implementation(self.device)  # names a wrong choice of kernels now, not in the middle of a text
-        self.table: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # how the family calls each layer
+        self.calls: LayerCalls | None = None  # how the family calls its layers
         self.fused = FusedLayers(self)
-        self._table_size = 0
-        self._rows_cache: _Rows | None = None
         self.is_plain_embed = self.is_plain_head = False
         try:
             self._take_apart(check)
@@ -257,18 +222,18 @@ class Target:
         is_exact = cache.width is not None and slots.start < self.num_layers and num_rows <= cache.width
         if is_exact:
             hidden = pad_rows(hidden, cache.width)
-        if cache.capacity > self._table_size:
-            self._prepare(min(cache.capacity, self.context_length or cache.capacity))
+        calls = self._calls_for(min(cache.capacity, self.context_length or cache.capacity))
         cache.open(first, hidden.shape[1], first + hidden.shape[1])
         made = self.fused.run(modules, hidden, slots, cache, parents)
         if made is not None:
             cache.advance(slots, num_rows)
             return made[:, :num_rows]
         read_end = cache.capacity if is_exact else first + hidden.shape[1]
-        rows = self._place(first, hidden.shape[1], read_end, parents, cache.pads)
+        place = Place(first, hidden.shape[1], read_end, None if parents is None else tuple(parents), cache.pads)
+        by_layer = calls.at(place, self.device)
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
-            hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], cache)
+            hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], cache)
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows]
 
@@ -287,10 +252,9 @@ class Target:
         ``slots`` says which layers of the target they are called like (mask, rotary table); beyond the last: like it.
         ``mask`` takes the place of the family's own.
         """
-        self._prepare(hidden.shape[1])
-        rows = self._fill(0, hidden.shape[1], hidden.shape[1], None, mask=mask)
+        by_layer = self._calls_for(hidden.shape[1]).at(Place(0, hidden.shape[1], hidden.shape[1]), self.device, mask)
         for module, slot in zip(modules, slots, strict=True):
-            hidden = _call(module, hidden, rows.calls[min(slot, self.num_layers - 1)], None)
+            hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], None)
         return hidden
 
     # ---- how the family calls its layers -------------------------------------------------------------------------
@@ -309,9 +273,9 @@ class Target:
                 clone._modules[name] = shallow_clone(child, config=self._private_config)
         return with_dispatched_linears(clone)
 
-    def make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[_Recorder]]:
+    def make_shell(self, norm: nn.Module, output: nn.Module) -> tuple[nn.Module, list[Recorder]]:
         """A clone of the whole model whose layers are recorders and whose norm and output are the given ones."""
-        recorders = [_Recorder(layer) for layer in self.base_layers]
+        recorders = [Recorder(layer) for layer in self.base_layers]
         shell = bare_clone(self.base, self._private_config)
         for name, child in self.base._modules.items():
             if child is self.output:
@@ -331,10 +295,10 @@ class Target:
         )
 
     @torch.no_grad()
-    def _prepare(self, num_positions: int) -> None:
-        """Record the layer calls for positions 0 .. num_positions - 1, if that many are not recorded yet."""
-        if num_positions <= self._table_size:
-            return
+    def _calls_for(self, num_positions: int) -> LayerCalls:
+        """The layers' calls, recorded now if they were not for ``num_positions`` positions yet."""
+        if self.calls is not None and num_positions <= self.calls.size:
+            return self.calls
         size = max(1024, 1 << (num_positions - 1).bit_length()) + 1  # a size that is no other dimension's
         longest = self.context_length
         if longest is not None and (self._grows_its_tables or not getattr(self.config, "rope_parameters", None)):
@@ -344,85 +308,11 @@ class Target:
         embeds = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device).expand(1, size, -1)
         cache, positions = DynamicCache(), torch.arange(size, device=self.device)[None]
         self._run_shell(inputs_embeds=embeds, position_ids=positions, past_key_values=cache)
-        calls = [r.call for r in self._recorders]
-        self.table = [
-            (tuple(_CACHE if a is cache else a for a in args), {k: _CACHE if v is cache else v for k, v in kw.items()})
-            for args, kw in (c for c in calls if c is not None)
-        ]
-        self._table_size, self._rows_cache = size, None
-
-    def _place(
-        self, first: int, num_rows: int, read_end: int, parents: Sequence[int] | None, pads: Tensor | None
-    ) -> _Rows:
-        wanted = (first, num_rows, read_end, None if parents is None else tuple(parents))
-        held = self._rows_cache
-        if held is None or held.pads is not pads or (held.first, held.num_rows, held.read_end, held.parents) != wanted:
-            self._rows_cache = held = self._fill(*wanted, pads=pads)
-        return held
-
-    def _fill(
-        self,
-        first: int,
-        num_rows: int,
-        read_end: int,
-        parents: tuple[int, ...] | None,
-        mask: Tensor | None = None,
-        pads: Tensor | None = None,
-    ) -> _Rows:
-        """The recorded calls for rows at slots first ..: tables cut to their positions, rules made into masks."""
-        depths, ancestors = tree_shape(parents, num_rows)
-        last = self._table_size - 1  # padding rows of exact mode may stand beyond the context
-        positions = torch.tensor([min(first + d, last) for d in depths], device=self.device)
-        whole = range(first, first + num_rows) if parents is None and first + num_rows <= self._table_size else None
-        by_sequence = None if pads is None else (positions - pads[:, None]).clamp(min=0)  # [B, R]
-        made: dict[int, Any] = {}
-
-        def see(rule: MaskRule) -> Tensor | None:
-            if by_sequence is None or pads is None:
-                return row_mask(rule, positions, first, read_end, ancestors)
-            return padded_row_mask(rule, by_sequence, pads, read_end)
-
-        def cut_table(table: Tensor, dim: int) -> Tensor:
-            if by_sequence is not None:
-                rows = table.index_select(dim, by_sequence.flatten()).unflatten(dim, by_sequence.shape).movedim(dim, 0)
-                return rows.squeeze(1) if dim else rows  # [B, ..., R, ...]: tables were made for one sequence
-            return table.narrow(dim, whole.start, num_rows) if whole else table.index_select(dim, positions)
-
-        def cut(value: Any) -> Any:
-            if isinstance(value, MaskRule):
-                if id(value) not in made:
-                    made[id(value)] = mask if mask is not None else see(value)
-                value = made[id(value)]
-            elif isinstance(value, tuple):
-                value = tuple(cut(v) for v in value)
-            elif isinstance(value, Tensor) and self._table_size in value.shape:
-                if id(value) not in made:
-                    made[id(value)] = cut_table(value, value.shape.index(self._table_size))
-                value = made[id(value)]
-            return value
-
-        shared: dict[tuple[Any, ...], tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        calls = []
-        for args, kwargs in self.table:
-            key = (*map(id, args), *kwargs, *map(id, kwargs.values()))
-            if key not in shared:
-                shared[key] = (tuple(cut(a) for a in args), {k: cut(v) for k, v in kwargs.items()})
-            calls.append(shared[key])
-        return _Rows(first, num_rows, read_end, parents, pads, calls)
+        self.calls = LayerCalls(self._recorders, cache, size)
+        return self.calls
 
 
 def pad_rows(hidden: Tensor, width: int | None) -> Tensor:
     """Exact mode: add rows of zeros to ``hidden`` [B, R, D] up to the fixed ``width`` of decoding passes."""
     missing = (width or 0) - hidden.shape[1]
     return nn.functional.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
-
-
-_CACHE = object()  # placeholder for the cache in a recorded call
-
-
-def _call(layer: nn.Module, hidden: Tensor, call: tuple[tuple[Any, ...], dict[str, Any]], cache: Any) -> Tensor:
-    """Call ``layer`` as recorded, with this cache (or none); some families return more than the hidden state."""
-    args = [cache if a is _CACHE else a for a in call[0]]
-    kwargs = {k: cache if v is _CACHE else v for k, v in call[1].items()}
-    output = layer(hidden, *args, **kwargs)
-    return output[0] if isinstance(output, tuple) else output

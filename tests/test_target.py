@@ -143,6 +143,29 @@ def test_decoding_past_a_sliding_window(family: str, has_decoys: bool, judged: l
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
+def test_padded_sequences_side_by_side_equal_each_alone(family: str) -> None:
+    """Texts of 3, 17 and 10 tokens end at one slot and go on together, past a window's edge; then one leaves."""
+    target = target_of(family)
+    texts = [prompt_of(size + 6, seed=size) for size in (3, 17, 10)]
+    cache = KVCache(target.num_layers, 23, pads=torch.tensor([14, 0, 7]))
+    ids, left = torch.tensor([[0] * (23 - len(text)) + text for text in texts]), [0, 1, 2]
+    for begin, stop in ((0, 17), (17, 18), (18, 21), (21, 23)):
+        if begin == 21:
+            left, ids = [0, 2], ids[[0, 2]]
+            cache.select(torch.tensor(left))
+        hidden = target.embed(ids[:, begin:stop], begin, pads=cache.pads)
+        made = target.logits(target.run_layers(hidden, 0, target.num_layers, cache))
+        for row, which in enumerate(left):
+            pad = 23 - len(texts[which])
+            alone = target.base(input_ids=torch.tensor([texts[which]]), use_cache=False).logits[0].float()
+            for slot in range(max(begin, pad), stop):
+                torch.testing.assert_close(made[row, slot - begin], alone[slot - pad], rtol=1e-4, atol=2e-4)
+    with pytest.raises(ValueError, match="one sequence"):
+        target.run_layers(hidden, 0, target.num_layers, cache, [0, 0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_rows_of_a_tree_equal_separate_chains(family: str) -> None:
     """Every row of a draft tree has the logits that its own chain has, and what compaction leaves goes on alike."""
     target = target_of(family)
