@@ -50,8 +50,7 @@ def last_logits(target: Target, ids: Sequence[int]) -> Tensor:
     tokens = torch.tensor([list(ids)], device=target.device)
     if len(ids) > 1:
         target.run_layers(target.embed(tokens[:, :-1]), 0, target.num_layers, cache)
-    hidden = target.run_layers(target.embed(tokens[:, -1:], len(ids) - 1), 0, target.num_layers, cache)
-    return target.logits(hidden, cache)[0, -1].float()
+    return target.finish(target.embed(tokens[:, -1:], len(ids) - 1), 0, cache)[0][0, -1]
 
 
 def gap_in_ulp(logits: Tensor, first: int, second: int, dtype: torch.dtype) -> float:

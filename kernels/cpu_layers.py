@@ -28,9 +28,11 @@ from torch import Tensor
 from . import cpu_math as cm
 from .cpu_dot import BLOCK, LANES, MAX_ROWS
 
-# the words of a call: sizes and addresses
+# the words of a call: sizes and addresses (0: none)
+NUM_WORDS = 27
 (NUM_LAYERS, LAYERS, NUM_ROWS, HIDDEN, FIRST, POSITIONS, ANCESTORS, SIZE, HEADS, GROUPS, HEAD_WIDTH, MLP_WIDTH, COS,
- SIN, SCALARS, IS_WIDE, CAPACITY, IS_WIDE_CACHE, SHARED, PRIVATE, PRIVATE_SIZE, NUM_THREADS) = range(22)  # fmt: skip
+ SIN, SCALARS, IS_WIDE, CAPACITY, IS_WIDE_CACHE, SHARED, PRIVATE, PRIVATE_SIZE, NUM_THREADS, NOTES, FINAL_NORM, VOCAB,
+ NUM_VOCAB, LOGITS) = range(NUM_WORDS)  # fmt: skip
 # the words of a layer: addresses of weights in the model's dtype, norms and biases in float32 (0: none), its cache
 (NORM_1, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, NORM_2, GATE, UP, DOWN, KEYS,
  VALUES) = range(17)  # fmt: skip
@@ -216,9 +218,18 @@ def compiled(function: Callable[[int], None]) -> Any:
 @compiled
 def _run_layers(call: int) -> None:
     a = cm.words(call)
-    thread = thread_number() if a[NUM_THREADS] > 1 else 0
+    thread, team, rows, size = thread_number() if a[NUM_THREADS] > 1 else 0, a[NUM_THREADS], a[NUM_ROWS], a[SIZE]
     for number in range(a[NUM_LAYERS]):
         run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+        note = cm.words(a[NOTES])[number]
+        if note and thread == 0:  # the next layer changes nothing before this thread has come to its first barrier
+            cm.copy(a[HIDDEN], note, rows * size)
+    if a[VOCAB]:
+        normed, count = a[PRIVATE] + thread * a[PRIVATE_SIZE], a[NUM_VOCAB]
+        cm.norm(a[HIDDEN], a[FINAL_NORM], normed, rows, size, cm.floats(a[SCALARS])[1], a[IS_WIDE])
+        begin, end = cm.share(count, thread, team)
+        cm.product(normed, a[VOCAB], a[LOGITS], rows, size, count, begin, end, count, a[IS_WIDE])
+        cm.settle(a[LOGITS], 0, rows, begin, end, count, a[IS_WIDE])
 
 
 @compiled
@@ -286,7 +297,9 @@ class LayerCall:
     """A call prepared for passes of R rows through given layers: all but the rows themselves is written down once.
 
     ``layers`` [n, 17] holds the words of each layer (see above). Each cache is [G, capacity, W] in ``cache_dtype``; the
-    capacity is a multiple of 8. ``cos`` and ``sin`` are tables [S, W] in float32.
+    capacity is a multiple of 8. ``cos`` and ``sin`` are tables [S, W] in float32. ``noted`` are numbers of layers, 1 to
+    n, behind which the states are kept; ``head`` is the final norm's weight [D] in float32 and the vocabulary [V, D],
+    whose logits are then made too.
     """
 
     def __init__(
@@ -298,6 +311,8 @@ class LayerCall:
         capacity: int,
         cache_dtype: torch.dtype,
         rows: int,
+        noted: Sequence[int] = (),
+        head: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         heads, groups, width, size = shape.num_heads, shape.num_kv_heads, shape.head_width, shape.hidden_size
         self.rows, self.threads = rows, num_threads()
@@ -306,14 +321,23 @@ class LayerCall:
         self._states, self._shared = torch.empty(1, rows, size), torch.empty(shared)
         self._private, self._places = torch.empty(self.threads, private), np.zeros(rows, dtype=np.int64)
         self._scalars = np.array([shape.scale, shape.eps], dtype=np.float32)
-        self._record = np.zeros(22, dtype=np.int64)
-        self._kept = (layers, cos, sin)
+        self.notes = torch.empty(len(noted), 1, rows, size)  # states behind the noted layers, of the last call
+        self._notes, self._num_vocab = np.zeros(len(layers), dtype=np.int64), 0
+        for note, number in zip(self.notes, noted, strict=True):
+            self._notes[number - 1] = note.data_ptr()
+        self._record = np.zeros(NUM_WORDS, dtype=np.int64)
+        self._kept = (layers, cos, sin, head)
+        if head is not None:
+            norm, vocabulary = head
+            self._num_vocab = self._record[NUM_VOCAB] = len(vocabulary)
+            self._record[FINAL_NORM], self._record[VOCAB] = norm.data_ptr(), vocabulary.data_ptr()
         for word, value in {
             NUM_LAYERS: len(layers), LAYERS: layers.ctypes.data, NUM_ROWS: rows, HIDDEN: self._states.data_ptr(),
             POSITIONS: self._places.ctypes.data, SIZE: size, HEADS: heads, GROUPS: groups, HEAD_WIDTH: width,
             MLP_WIDTH: shape.mlp_width, COS: cos.data_ptr(), SIN: sin.data_ptr(), SCALARS: self._scalars.ctypes.data,
             CAPACITY: capacity, IS_WIDE_CACHE: cache_dtype == torch.float32, SHARED: self._shared.data_ptr(),
             PRIVATE: self._private.data_ptr(), PRIVATE_SIZE: 4 * private, NUM_THREADS: self.threads,
+            NOTES: self._notes.ctypes.data,
         }.items():  # fmt: skip
             self._record[word] = value
         self.address = self._record.ctypes.data
@@ -323,18 +347,22 @@ class LayerCall:
         self._sees = _chain(self.rows) if ancestors is None else ancestors.contiguous()
         self._record[IS_WIDE], self._record[ANCESTORS] = is_wide, self._sees.data_ptr()
 
-    def __call__(self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the layers on ``hidden`` [1, R, D], float32 or bfloat16, writing the rows' keys and values.
 
         Rows take the slots first, first + 1, ... and stand at ``positions`` of the tables; ``ancestors`` [R, R],
-        boolean, says who sees whom among them (None: a chain). Returns [1, R, D].
+        boolean, says who sees whom among them (None: a chain). Returns the states behind the last layer [1, R, D],
+        which the next call overwrites, and the logits [1, R, V], both in float32; V is 0 where there is no head.
         """
         self.begin(hidden.dtype == torch.float32, ancestors)
         self._states.copy_(hidden)
         self._places[:] = positions
-        self._record[FIRST] = first
+        logits = torch.empty(1, self.rows, self._num_vocab)
+        self._record[FIRST], self._record[LOGITS] = first, logits.data_ptr()
         call(_run_layers, self.address, self.threads)
-        return self._states.to(hidden.dtype, copy=True)
+        return self._states, logits
 
 
 @functools.cache

@@ -180,15 +180,12 @@ def _run(
     first: int,
     exit_head: ExitHead | None,
     parents: list[int] | None,
-    num_logits: int = 0,
+    num_logits: int | None = None,
 ) -> Scored:
-    """Layers [start, L), stopping at the exit layer and the recalled layers to keep their states."""
-    states = {start: hidden}
-    wanted = [] if exit_head is None else [exit_head.exit_layer, *exit_head.recall_layers]
-    for stop in sorted({mark for mark in (*wanted, target.num_layers) if mark > start}):
-        hidden = target.run_layers(hidden, start, stop, cache, parents)
-        states[stop], start = hidden, stop
-    logits = target.logits(hidden[:, -num_logits:], cache)[0]
+    """Layers [start, L) and the logits; states at the exit layer and the recalled layers are kept."""
+    depths = () if exit_head is None else (exit_head.exit_layer, *exit_head.recall_layers)
+    logits, states = target.finish(hidden, start, cache, depths, parents, num_logits)
+    logits = logits[0]
     if exit_head is None:
         return Scored(logits, first, None, None)
     recalls = [states[layer] for layer in exit_head.recall_layers]
@@ -198,12 +195,12 @@ def _run(
 def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
     """Apply the state's acceptance rule with noise keyed by its seed and the rows' positions."""
     probs = state.probs(scored.logits, draft)
+    if state.rule == "coupled" and state.sampling.is_greedy:
+        return verify_coupled(probs, draft, None)
     depths = [0]
     for parent in draft.parents[0].tolist():
         depths.append(depths[parent] + 1)
     positions = [len(state.tokens) + depth for depth in depths]  # of the token that each row predicts
-    if state.rule == "coupled" and state.sampling.is_greedy:
-        return verify_coupled(probs, draft, None)
     ids = torch.arange(state.vocab_size, device=state.device)
     if state.rule == "coupled":
         return verify_coupled(probs, draft, uniform(state.seed, TARGET_STREAM, positions, ids)[None])

@@ -47,16 +47,28 @@ class _Plan:
     capacity: int
     dtype: torch.dtype  # of the cache
     kept: list[_Addresses]
-    calls: dict[int, Any] = field(default_factory=dict)  # by number of rows
+    kernels: Any
+    last_position: int  # of the tables
+    calls: dict[Any, Any] = field(default_factory=dict)
 
-    def call(self, rows: int) -> Any:
+    def call(self, rows: int, noted: tuple[int, ...] = (), head: "_HeadWeights | None" = None) -> Any:
         """The kernel's call for this many rows, prepared at its first use."""
-        kernels = dispatch.cpu_kernels(torch.device("cpu"))
-        if rows not in self.calls or self.calls[rows].threads != kernels.num_threads():
-            self.calls[rows] = kernels.LayerCall(
-                self.shape, self.layers, self.cos, self.sin, self.capacity, self.dtype, rows
-            )
-        return self.calls[rows]
+        key = (rows, noted, head)
+        if key not in self.calls or self.calls[key].threads != self.kernels.num_threads():
+            self.calls[key] = self.kernels.LayerCall(
+                self.shape, self.layers, self.cos, self.sin, self.capacity, self.dtype, rows, noted,
+                None if head is None else (head.norm, head.vocabulary),
+            )  # fmt: skip
+        return self.calls[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _HeadWeights:
+    """The target's final norm, in float32, and its vocabulary."""
+
+    norm: Tensor  # [D]
+    vocabulary: Tensor  # [V, D]
+    eps: float
 
 
 class FusedLayers:
@@ -65,12 +77,14 @@ class FusedLayers:
     def __init__(self, target: "Target") -> None:
         self.target = target
         self._addresses: dict[int, _Addresses | None] = {}
+        self._head: tuple[_HeadWeights | None] | None = None  # looked for or not
         self._age = 0  # plans of an earlier one are not used
         self._tables: tuple[Any, Tensor, Tensor] | None = None  # rotary tables in float32, and what they were made of
 
     def forget(self) -> None:
         """Look at the modules again: weights may have moved, hooks come or gone. Called where a text begins."""
         self._addresses.clear()
+        self._head = None
         self._age += 1
 
     @property
@@ -82,16 +96,39 @@ class FusedLayers:
         self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None
     ) -> Tensor | None:
         """`Target.run_modules` without what it counts; None where this pass is not for the kernel."""
-        rows, is_single = hidden.shape[1], hidden.shape[0] == 1 and cache.pads is None
-        if not is_single or rows > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
-            return None
-        plan = self.plan(modules, hidden, slots, cache)
+        plan = self._plan_for(modules, hidden, slots, cache)
         if plan is None:
             return None
-        first = cache.lengths[slots.start]
-        depths, ancestors = tree_shape(None if parents is None else tuple(parents), rows)
-        positions = [min(first + depth, len(plan.cos) - 1) for depth in depths]
-        return plan.call(rows)(hidden, first, positions, ancestors)
+        place = _placed(plan, hidden.shape[1], cache.lengths[slots.start], parents)
+        made, _ = plan.call(hidden.shape[1])(hidden, *place)
+        return made.to(hidden.dtype, copy=True)
+
+    def finish(
+        self, hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None, depths: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]] | None:
+        """`Target.finish` without what it counts, for layers ``slots`` up to the last; None likewise."""
+        head, rows = self._head_weights(), hidden.shape[1]
+        plan = None if head is None else self._plan_for(self.target.layers[slots.start :], hidden, slots, cache)
+        if head is None or plan is None or plan.shape.eps != head.eps:
+            return None
+        call = plan.call(rows, tuple(depth - slots.start for depth in depths), head)
+        _, logits = call(hidden, *_placed(plan, rows, cache.lengths[slots.start], parents))
+        notes = call.notes.to(hidden.dtype, copy=True)
+        return logits, dict(zip(depths, notes, strict=True))
+
+    def _plan_for(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
+        is_single = hidden.shape[0] == 1 and cache.pads is None
+        if not is_single or hidden.shape[1] > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
+            return None
+        return self.plan(modules, hidden, slots, cache)
+
+    def _head_weights(self) -> _HeadWeights | None:
+        """The target's norm and vocabulary; None where they are not plain, or hooked."""
+        target, norm, output = self.target, self.target.norm, self.target.output
+        if self._head is None:
+            self._head = (_read_head(target),)
+        is_hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (norm, output))
+        return None if is_hooked else self._head[0]
 
     def plan(self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
         """How states ``like`` [1, R, D] go through ``modules`` in this text; None where the kernel cannot be used."""
@@ -110,7 +147,9 @@ class FusedLayers:
         for layer, slot in zip(layers, slots, strict=True):
             keys, values = cache.tensors(slot, like, shape.num_kv_heads, shape.head_width)
             lines.append([*layer.words, keys.data_ptr(), values.data_ptr()])
-        return _Plan(shape, np.array(lines, dtype=np.int64), *tables, keys.shape[2], keys.dtype, layers)
+        kernels = dispatch.cpu_kernels(self.target.device)
+        words = np.array(lines, dtype=np.int64)
+        return _Plan(shape, words, *tables, keys.shape[2], keys.dtype, layers, kernels, len(tables[0]) - 1)
 
     def _find(self, module: nn.Module) -> _Addresses | None:
         if id(module) not in self._addresses:
@@ -175,3 +214,20 @@ class FusedLayers:
             float(attention.scaling), float(norms[0].variance_epsilon),
         )  # fmt: skip
         return _Addresses(module, words, shape, kept) if kernels.fits(shape) else None
+
+
+def _placed(plan: _Plan, rows: int, first: int, parents: Sequence[int] | None) -> tuple[int, list[int], Tensor | None]:
+    """First slot, positions of the rows, and who sees whom."""
+    depths, ancestors = tree_shape(None if parents is None else tuple(parents), rows)
+    return first, [min(first + depth, plan.last_position) for depth in depths], ancestors
+
+
+def _read_head(target: "Target") -> _HeadWeights | None:
+    kernels, norm, output = dispatch.cpu_kernels(target.device), target.norm, target.output
+    if kernels is None or target.family not in FAMILIES or not target.is_plain_head:
+        return None
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    is_plain = isinstance(output, nn.Linear) and output.bias is None and not hasattr(output, "_hf_hook")
+    if not is_plain or weight is None or eps is None or not kernels.takes(output.weight):
+        return None
+    return _HeadWeights(weight.detach().float().contiguous(), output.weight.detach(), float(eps))

@@ -60,7 +60,8 @@ class FusedDraft:
         rows = 1 + sum(taps.shape[1] for taps, _ in state.backlog)
         if kernel is None or rows > MAX_BACKLOG or torch.is_grad_enabled():
             return None
-        like = torch.empty(1, 1, target.hidden_size, dtype=target.dtype)
+        dtype = target.dtype
+        like = torch.empty(1, 1, target.hidden_size, dtype=dtype)
         shallow, slot = range(head.exit_layer), range(target.num_layers, target.num_layers + 1)
         trunk = target.fused.plan(target.layers[: head.exit_layer], like, shallow, cache)
         block = target.fused.plan([head.block], like, slot, cache)
@@ -68,10 +69,10 @@ class FusedDraft:
             return None
         calls = (trunk.call(1), block.call(rows), block.call(1))
         for call in calls:
-            call.begin(target.dtype == torch.float32)
+            call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
         position, seen = cache.lengths[0], cache.lengths[slot.start]
-        tokens, tops, taps = kernel(*calls, state.tokens[-1], position, seen, len(trunk.cos) - 1, num_drafts)
+        tokens, tops, taps = kernel(*calls, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
         is_broken = not all(map(math.isfinite, tops))
         if is_broken:
             tokens = tokens[: [math.isfinite(top) for top in tops].index(False)]
@@ -83,7 +84,7 @@ class FusedDraft:
         draft = Draft(
             tokens=torch.tensor([tokens], dtype=torch.long),
             parents=torch.arange(len(tokens))[None],
-            taps=taps[:, : len(tokens) + 1].to(target.dtype, copy=True),
+            taps=taps[:, : len(tokens) + 1].to(dtype, copy=True),
         )
         return draft, is_broken
 

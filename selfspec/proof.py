@@ -62,8 +62,7 @@ def is_row_exact(target: "Target", width: int, num_rows: int | None = None) -> b
     cache = KVCache(target.num_layers, num_prompt + num_rows + width, width)
 
     def run(first: int, last: int) -> Tensor:
-        hidden = target.run_layers(target.embed(tokens[:, first:last], first), 0, target.num_layers, cache)
-        return target.logits(hidden, cache)
+        return target.finish(target.embed(tokens[:, first:last], first), 0, cache)[0]
 
     run(0, num_prompt)
     single = torch.cat([run(i, i + 1) for i in range(num_prompt, num_prompt + num_rows)], dim=1)

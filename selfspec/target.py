@@ -74,6 +74,7 @@ class Target:
         self.base = base
         self.config = base.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
+        self.embedding: Any = base.get_input_embeddings()
         dispatch.implementation(self.device)  # names a wrong choice of kernels now, not in the middle of a text
         self.calls: LayerCalls | None = None  # how the family calls its layers
         self.fused = FusedLayers(self)
@@ -126,11 +127,11 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.base.get_input_embeddings().weight.device
+        return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.base.dtype
+        return self.embedding.weight.dtype
 
     @property
     def context_length(self) -> int | None:
@@ -170,7 +171,8 @@ class Target:
         return list(self.base.get_submodule(".".join(self._path)).children())
 
     def notice_changes(self) -> None:
-        """Look at the layers again, whose weights and hooks may have changed; called where a text begins."""
+        """Look at the model again, whose weights and hooks may have changed; called where a text begins."""
+        self.embedding = self.base.get_input_embeddings()
         self.fused.forget()
 
     # ---- the three primitives ------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Target:
         as in `KVCache`.
         """
         if self.is_plain_embed:
-            return self.base.get_input_embeddings()(tokens)
+            return self.embedding(tokens)
         steps = range(tokens.shape[1]) if depths is None else depths
         positions = torch.tensor([[first + step for step in steps]], device=tokens.device)
         if pads is not None:
@@ -202,10 +204,7 @@ class Target:
         ``parents`` gives the rows of a draft tree: row i hangs on row parents[i], row 0 on the cache (parents[0] is
         ignored); None is a chain. Returns the states after layer stop - 1, [B, R, D].
         """
-        layers = range(start, stop)
-        if any(cache.lengths[i] != cache.lengths[start] for i in layers):
-            raise ValueError(f"layers {start}..{stop - 1} hold different numbers of rows: {cache.lengths}")
-        return self.run_modules(self.layers[start:stop], hidden, layers, cache, parents)
+        return self.run_modules(self.layers[start:stop], hidden, range(start, stop), cache, parents)
 
     def run_modules(
         self,
@@ -216,14 +215,13 @@ class Target:
         parents: Sequence[int] | None = None,
     ) -> Tensor:
         """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``."""
-        num_rows, first = hidden.shape[1], cache.lengths[slots.start]
         if parents is not None and cache.pads is not None:
             raise ValueError("a draft tree belongs to one sequence without padding")
+        num_rows, first = hidden.shape[1], cache.lengths[slots.start]
         is_exact = cache.width is not None and slots.start < self.num_layers and num_rows <= cache.width
         if is_exact:
             hidden = pad_rows(hidden, cache.width)
-        calls = self._calls_for(min(cache.capacity, self.context_length or cache.capacity))
-        cache.open(first, hidden.shape[1], first + hidden.shape[1])
+        calls = self._open(hidden, slots, cache)
         made = self.fused.run(modules, hidden, slots, cache, parents)
         if made is not None:
             cache.advance(slots, num_rows)
@@ -236,6 +234,33 @@ class Target:
             hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], cache)
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows]
+
+    def finish(
+        self,
+        hidden: Tensor,
+        start: int,
+        cache: KVCache,
+        depths: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        num_logits: int | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run layers [start, L) as `run_layers` does, then norm and output layer.
+
+        Returns the logits [B, R, V] in float32, of the last ``num_logits`` rows if that is given, and the states
+        [B, R, D] at ``depths`` from ``start`` on: the number of layers behind them.
+        """
+        slots, inner = range(start, self.num_layers), sorted({depth for depth in depths if depth > start})
+        states = {start: hidden}
+        if cache.width in (None, 1) and num_logits is None and slots:  # width 1 pads nothing
+            self._open(hidden, slots, cache)
+            made = self.fused.finish(hidden, slots, cache, parents, inner)
+            if made is not None:
+                cache.advance(slots, hidden.shape[1])
+                return made[0], states | made[1]
+        for depth in sorted({*inner, self.num_layers}):
+            states[depth] = hidden = self.run_layers(hidden, start, depth, cache, parents)
+            start = depth
+        return self.logits(hidden if num_logits is None else hidden[:, -num_logits:], cache), states
 
     def logits(self, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, R, V] in float32 of states ``hidden`` [B, R, D] after the last layer."""
@@ -252,7 +277,7 @@ class Target:
         ``slots`` says which layers of the target they are called like (mask, rotary table); beyond the last: like it.
         ``mask`` takes the place of the family's own.
         """
-        by_layer = self._calls_for(hidden.shape[1]).at(Place(0, hidden.shape[1], hidden.shape[1]), self.device, mask)
+        by_layer = self._record_calls(hidden.shape[1]).at(Place(0, hidden.shape[1], hidden.shape[1]), self.device, mask)
         for module, slot in zip(modules, slots, strict=True):
             hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], None)
         return hidden
@@ -294,9 +319,19 @@ class Target:
             decoder, past_key_values=inputs.pop("past_key_values", DynamicCache()), use_cache=True, **inputs
         )
 
+    def _open(self, hidden: Tensor, slots: range, cache: KVCache) -> LayerCalls:
+        """Begin a pass of the rows ``hidden`` through layers that hold equally many; how those are called."""
+        first, num_rows = cache.lengths[slots.start], hidden.shape[1]
+        if any(cache.lengths[slot] != first for slot in slots):
+            raise ValueError(f"layers {slots.start}..{slots.stop - 1} hold different numbers of rows: {cache.lengths}")
+        cache.open(first, num_rows, first + num_rows)
+        if self.calls is not None and cache.capacity <= self.calls.size:
+            return self.calls
+        return self._record_calls(min(cache.capacity, self.context_length or cache.capacity))
+
     @torch.no_grad()
-    def _calls_for(self, num_positions: int) -> LayerCalls:
-        """The layers' calls, recorded now if they were not for ``num_positions`` positions yet."""
+    def _record_calls(self, num_positions: int) -> LayerCalls:
+        """The layers' calls, recorded now where they were not for ``num_positions`` positions yet."""
         if self.calls is not None and num_positions <= self.calls.size:
             return self.calls
         size = max(1024, 1 << (num_positions - 1).bit_length()) + 1  # a size that is no other dimension's

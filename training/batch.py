@@ -48,8 +48,7 @@ def write_batch(
     notes = _Notes(target, depths, size, cache.capacity)
     rows, num_tokens = torch.arange(size, device=device), torch.zeros(size, dtype=torch.long, device=device)
     for step in range(max_new_tokens):
-        hidden = notes.run(ids, cache, rows)
-        logits = target.logits(hidden[:, -1:])[:, 0]  # [b, V]
+        logits = notes.run(ids, cache, rows)  # [b, V]
         tokens = sample(logits, temperatures, generator)  # [b]
         notes.tokens[rows, step], notes.argmaxes[rows, step] = tokens, logits.argmax(-1)
         notes.log_sums[rows, step] = logits.logsumexp(-1)
@@ -89,15 +88,13 @@ class _Notes:
         self.argmaxes, self.tokens = (torch.zeros_like(self.log_sums, dtype=torch.long) for _ in range(2))
 
     def run(self, ids: Tensor, cache: KVCache, rows: Tensor) -> Tensor:
-        """Run ``ids`` [b, R], the sequences ``rows`` [b], through the target: their last states [b, R, D]."""
-        first, start, last = cache.lengths[0], 0, self.target.num_layers
+        """Run ``ids`` [b, R], the sequences ``rows`` [b], through the target: the logits [b, V] of the last ones."""
+        first = cache.lengths[0]
         hidden = self.target.embed(ids, first, pads=cache.pads)
-        for depth in (*self.states, last):
-            hidden = self.target.run_layers(hidden, start, depth, cache) if depth > start else hidden
-            if depth in self.states:
-                self.states[depth][rows, first : first + ids.shape[1]] = hidden
-            start = depth
-        return hidden
+        logits, states = self.target.finish(hidden, 0, cache, list(self.states), num_logits=1)
+        for depth, held in self.states.items():
+            held[rows, first : first + ids.shape[1]] = states[depth]
+        return logits[:, 0]
 
     def of(self, row: int, begin: int, answer: int, num_tokens: int) -> Written:
         """What row ``row`` became, whose prompt begins at slot ``begin`` and whose answer at slot ``answer``."""
