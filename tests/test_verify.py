@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -394,8 +395,12 @@ class TableTarget:
         cache.advance(range(start, stop), hidden.shape[1])
         return hidden
 
-    def logits(self, hidden: Tensor, *_: object) -> Tensor:
-        return P_LOGITS[hidden[..., 0].long()]
+    def finish(
+        self, hidden: Tensor, start: int, cache: KVCache, depths: Sequence[int], _: object, num_logits: int | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self.run_layers(hidden, start, 2, cache)
+        logits = P_LOGITS[hidden[..., 0].long()]
+        return logits if num_logits is None else logits[:, -num_logits:], dict.fromkeys([start, *depths], hidden)
 
 
 def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
