@@ -1,10 +1,15 @@
 """Files read line by line with their errors named, and files that are never seen half-written."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import filelock
+
+LOCK_FILE = ".lock"
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -37,6 +42,20 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One writer a folder, which is made if need be; the lock goes with the process, however it ends.
+
+    Raises BlockingIOError while another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(folder / LOCK_FILE, timeout=0):
+            yield
+    except filelock.Timeout as error:
+        raise BlockingIOError(f"{folder}: another process is writing there") from error
 
 
 def check_writable(path: Path) -> None:

@@ -11,14 +11,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from selfspec.exits import ExitConfig
-from selfspec.files import read_jsonl
+from selfspec.files import locked, read_jsonl
+from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model
 from selfspec.target import Target
-from selfspec.training import generate_data
+from selfspec.training import generate_data, kept_states
 from selfspec.training.batch import sample, write_batch
+from selfspec.training.config import DataConfig, TrainConfig
 from selfspec.training.data import Row, load_shards, prompt_ids, read_prompts, rows_from_jsonl, write_shard
 from selfspec.training.generate_data import write_data
 from selfspec.training.kept_states import KeptStates, collect_cached
+from selfspec.training.run import train_exits
 from selfspec.training.states import collect
 from selfspec.training.workers import num_workers_for
 
@@ -250,8 +253,7 @@ def test_other_settings_do_not_mix_into_a_folder(tmp_path, model, tokenizer, pro
 
 
 def test_two_writers_do_not_share_a_folder(tmp_path, model, tokenizer, prompts_file):
-    (tmp_path / "d").mkdir()
-    with generate_data._lock(tmp_path / "d"), pytest.raises(BlockingIOError, match="another process"):
+    with locked(tmp_path / "d"), pytest.raises(BlockingIOError, match="another process"):
         generate(model, tokenizer, tmp_path / "d", 10, prompts=prompts_file)
 
 
@@ -281,6 +283,28 @@ def test_every_prefix_of_the_plan_keeps_the_share_of_each_category(tokenizer, pr
     assert sorted(order) == list(range(60))
     for size in (9, 30, 45):
         assert abs(sum(prompts[i].category == "b" for i in order[:size]) - size / 3) <= 1
+
+
+def test_a_whole_run_writes_learns_and_saves_without_a_second_pass(
+    tmp_path, model, tokenizer, prompts_file, monkeypatch
+):
+    """From prompts to an exit that loads and decodes; the states were kept while the rows were written."""
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = TrainConfig(
+        model=str(tmp_path / "model"), recall_layers=(1, 2), num_steps=1, draft_vocab_size=None, lora_rank=2,
+        data=DataConfig(num_tokens=300, prompts=str(prompts_file)), output=str(tmp_path / "run"), max_steps=2,
+        eval_fraction=0.3,
+    )  # fmt: skip
+    with locked(tmp_path / "run"), pytest.raises(BlockingIOError, match="another process"):
+        train_exits(config)
+    monkeypatch.setattr(kept_states, "collect", lambda *_: pytest.fail("a second pass over the rows"))
+    saved = train_exits(config)
+    decoder = EarlyExitModel.from_pretrained(tmp_path / "model", exits=str(saved))
+    ids = torch.tensor([prompt_ids(tokenizer, [{"role": "user", "content": "x"}])])
+    drafted = decoder.generate(ids, max_new_tokens=20, draft="chain")
+    assert drafted.stats.num_drafted > 0
+    assert torch.equal(drafted.sequences, decoder.generate(ids, max_new_tokens=20, draft="off").sequences)
 
 
 @pytest.mark.slow

@@ -144,6 +144,52 @@ def test_a_rows_bits_do_not_depend_on_how_tokens_are_grouped(dtype, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FUSED)
+@torch.no_grad()
+def test_a_finished_pass_is_its_parts(family, dtype, monkeypatch):
+    """Layers, final norm and output layer in one call, states noted on the way: chains, trees, from the middle on.
+
+    States to the bit, logits up to how the norm's module rounds.
+    """
+    target, tokens = fused_target(family, dtype), prompt_of(16)
+    target.norm.weight.uniform_(0.5, 1.5)
+    target.notice_changes()
+    passes = ((0, (), None), (2, (2, 3, 6), None), (1, (4,), [0, 0, 1, 0]))
+    for start, depths, parents in passes:
+        found = {}
+        for name in ("whole", "parts"):
+            cache = KVCache(target.num_layers, 20)
+            run(target, cache, tokens[:12], 0)
+            with monkeypatch.context() as patch:
+                if name == "parts":
+                    patch.setattr(target.fused, "finish", lambda *_: None)
+                places = None if parents is None else [0, 1, 2, 1]
+                hidden = target.embed(torch.tensor([tokens[12:]]), 12, places)
+                if start:
+                    hidden = target.run_layers(hidden, 0, start, cache, parents)
+                found[name] = target.finish(hidden, start, cache, depths, parents)
+            assert cache.lengths == [16] * target.num_layers
+        (logits, states), (expected, wanted) = found["whole"], found["parts"]
+        torch.testing.assert_close(logits, expected, rtol=torch.finfo(dtype).eps * 4, atol=torch.finfo(dtype).eps * 8)
+        assert logits.dtype == torch.float32
+        assert all(torch.equal(states[depth], wanted[depth]) for depth in {start, *depths})
+        assert all(states[depth].dtype == dtype for depth in depths)
+
+
+@torch.no_grad()
+def test_a_hooked_output_layer_is_called():
+    target, seen = fused_target("llama", torch.float32), []
+    hidden = target.embed(torch.tensor([[5]]))
+    plain, _ = target.finish(hidden, 0, KVCache(6, 8))
+    for module in (target.norm, target.output):
+        handle = module.register_forward_hook(lambda *_: seen.append(1))
+        found, _ = target.finish(hidden, 0, KVCache(6, 8))
+        handle.remove()
+        torch.testing.assert_close(found, plain)
+    assert seen == [1, 1]
+
+
 def test_whatever_stands_in_the_way_is_left_to_the_modules(monkeypatch):
     target = fused_target("llama", torch.float32)
     states, cache = torch.randn(1, 3, 64), KVCache(target.num_layers, 200)

@@ -14,6 +14,7 @@ from selfspec.config import config_names
 from selfspec.decode import DecodeState, decode
 from selfspec.drafter import ChainDrafter, Guess
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.files import locked
 from selfspec.target import Target
 from selfspec.training import kept_states
 from selfspec.training.confidence import fit_logistic
@@ -301,7 +302,8 @@ def test_a_folder_with_other_content_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path / "run")
     claim(config)
     assert not (tmp_path / "run").exists()
-    record(config, tmp_path / "run")
+    with locked(tmp_path / "run"):
+        record(config, tmp_path / "run")
     claim(settings(tmp_path / "run", epochs=9))
     with pytest.raises(FileExistsError, match="lora_rank"):
         claim(settings(tmp_path / "run", lora_rank=5))

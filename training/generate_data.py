@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.files import write_atomically
+from selfspec.files import locked, write_atomically
 from selfspec.target import Target
 from selfspec.training.batch import Written, write_batch
 from selfspec.training.data import (
@@ -95,8 +94,7 @@ def write_data(
     context = getattr(model.config.get_text_config(), "max_position_embeddings", max_prompt_tokens + max_new_tokens)
     longest = min(max_prompt_tokens, context - max_new_tokens)
     plan = _plan(read_prompts(prompts), tokenizer, batch_size, longest, seed, done) if prompts else None
-    folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder), _bar() as bar, contextlib.ExitStack() as stack:
+    with locked(folder), _bar() as bar, contextlib.ExitStack() as stack:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
         start_tokens, num_barren = state.num_answer_tokens, 0
@@ -266,17 +264,6 @@ def _resume(folder: Path, settings: dict[str, Any]) -> _Progress | None:
         raise ValueError(f"{folder} holds data of other settings ({'; '.join(changed)}); choose another folder")
     state = {key: manifest[key] for key in ("shards", "num_batches", "num_answer_tokens", "num_rows")}
     return _Progress(**state, skipped=Counter(manifest["skipped"]))
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One writer a folder; the lock goes with the process, however it ends."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"{folder}: another process is writing there") from error
-        yield
 
 
 def _bar() -> Progress:

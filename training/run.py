@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.costs import NUM_ROWS, pass_costs
 from selfspec.decode import is_exact_by_default
 from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
+from selfspec.files import LOCK_FILE, locked
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model, resolve_dtype
 from selfspec.storage import fingerprint, save_exit
@@ -54,20 +55,22 @@ class TrainedExit:
 def train_exits(config: TrainConfig) -> Path:
     """Train one exit as ``config`` says; returns the folder of the saved exit, OUTPUT/NAME.
 
-    Raises FileExistsError when the output folder holds another run, ValueError for data or layers that do not fit.
+    Raises FileExistsError when the output folder holds another run, BlockingIOError while one is at work there,
+    ValueError for data or layers that do not fit.
     """
     folder = claim(config)
     model, tokenizer = load_target_model(config.model, config.revision, dtype="float32")
     target = Target(model)
     config.exit_config(target.num_layers, None).check(target.num_layers)
-    record(config, folder)
-    rows = load_rows(config, target, tokenizer, folder, kept_states(config, target, folder))
     saved = folder / config.exit
 
     def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
         save_exit(head, target, saved, tokenizer, {**training, "data": describe_data(config, folder)}, metrics.flat())
 
-    train_on_rows(target, rows, config, folder, len(tokenizer), write)
+    with locked(folder):
+        record(config, folder)
+        rows = load_rows(config, target, tokenizer, folder, kept_states(config, target, folder))
+        train_on_rows(target, rows, config, folder, len(tokenizer), write)
     return saved
 
 
@@ -237,7 +240,7 @@ def claim(config: TrainConfig) -> Path:
     """Check that the run's folder is new, or holds a run of the same settings; how long to train may differ."""
     folder, settings = Path(config.output), config.model_dump(mode="json")
     path = folder / RUN_FILE
-    if folder.exists() and any(p.name not in ("data", "states") for p in folder.iterdir()):
+    if folder.exists() and any(p.name not in ("data", "states", LOCK_FILE) for p in folder.iterdir()):
         old = yaml.safe_load(path.read_text()) if path.is_file() else None
         if old is None:
             raise FileExistsError(f"{folder} is not empty and holds no training run; choose another output")
@@ -249,8 +252,7 @@ def claim(config: TrainConfig) -> Path:
 
 
 def record(config: TrainConfig, folder: Path) -> None:
-    """Make the run's folder and write its settings there; from now on it belongs to this run."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the run's settings into its folder, which belongs to this run from now on."""
     temporary = folder / f"{RUN_FILE}.tmp"
     temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     os.replace(temporary, folder / RUN_FILE)

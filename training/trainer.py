@@ -134,7 +134,7 @@ class ExitTrainer(Trainer):
                 "accepted_mass": overlap(logits.detach()[first], probs[first]).mean().item(),
             }
             a = self.log_extra["agreement"]
-            self.log_extra["predicted_tau"] = 1 + a + a * a
+            self.log_extra["predicted_tau"] = sum(a**n for n in range(self.config.num_steps + 1))
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
