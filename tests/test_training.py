@@ -27,7 +27,7 @@ from selfspec.training.run import claim, halve, record, split, train_on_rows
 from selfspec.training.scores import score_rows
 from selfspec.training.states import collect, draw_steps, fit_ridge
 from selfspec.training.student import Student
-from selfspec.training.trainer import ExitTrainer, KeepBest
+from selfspec.training.trainer import BEST_FILE, ExitTrainer, KeepBest
 
 VOCAB = 97
 
@@ -194,6 +194,10 @@ def test_going_on_keeps_the_best_state_of_before(tmp_path: Path) -> None:
     assert len(written) == 1
     assert second.best_tau == first.best_tau > 0
     assert all(torch.equal(second.best_state[name], value) for name, value in first.best_state.items())
+    path = tmp_path / BEST_FILE
+    path.write_bytes(path.read_bytes()[:-7])
+    assert begin().best_tau == first.best_tau  # broken: measured anew
+    assert len(written) == 2
 
 
 def test_closed_form_start_stops_before_training(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class TrainConfig(BaseModel):
     ridge: float = Field(default=1e-3, gt=0)
     ridge_tokens: int = Field(default=100_000, ge=1)  # that the closed-form start is fitted on
     workers: int | None = Field(default=1, ge=1)  # processes that write data and run the teacher; None: one a thread
+    force: bool = False  # go on with a run although its settings or its data have changed
     states: str | None = None  # folder of kept teacher states, to be shared by runs; None: OUTPUT/states
 
     def exit_config(self, num_layers: int, draft_vocab: tuple[int, ...] | None) -> ExitConfig:

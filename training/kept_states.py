@@ -8,7 +8,6 @@ rows were made beside it.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from pathlib import Path
 import torch
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.exits import ExitConfig
+from selfspec.files import write_atomically
 from selfspec.target import Target
 from selfspec.training.data import Row
 from selfspec.training.states import RowStates, collect
@@ -44,9 +44,7 @@ class KeptStates:
         self.folder.mkdir(parents=True, exist_ok=True)
         names = [self._name(row) for row in rows]
         path = self.folder / f"states-{hashlib.sha256(''.join(names).encode()).hexdigest()[:20]}.safetensors"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file(_tensors(states), temporary, metadata={"rows": json.dumps(names)})
-        os.replace(temporary, path)
+        write_atomically(path, save(_tensors(states), metadata={"rows": json.dumps(names)}))
         return path
 
     def find(self, rows: Sequence[Row]) -> list[RowStates | None]:

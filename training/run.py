@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.costs import NUM_ROWS, pass_costs
 from selfspec.decode import is_exact_by_default
 from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
-from selfspec.files import LOCK_FILE, locked
+from selfspec.files import LOCK_FILE, locked, write_atomically
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model, resolve_dtype
+from selfspec.provenance import versions
 from selfspec.storage import fingerprint, save_exit
 from selfspec.target import Target
 from selfspec.training.confidence import fit_confidence
@@ -110,7 +111,8 @@ def train_on_rows(
     closed_form = evaluate(student, judging, config)
     summary["closed_form"] = closed_form.flat()
     if config.max_steps != 0:
-        trainer = ExitTrainer(student, states, config, folder)
+        facts = {"rows": digest(train_rows), "processes": int(os.environ.get("WORLD_SIZE", 1)), "versions": versions()}
+        trainer = ExitTrainer(student, states, config, folder, facts)
         trainer.add_callback(keeper)
         keeper.trainer, keeper.began = trainer, trainer.began
         logger.info("training: %d steps of %d tokens", trainer.num_steps_planned, config.batch_tokens)
@@ -236,23 +238,39 @@ def coverage(rows: Sequence[Row], vocab: tuple[int, ...] | None) -> float:
     return sum(t in known for t in tokens) / max(len(tokens), 1)
 
 
+def digest(rows: Sequence[Row]) -> str:
+    """What tells the training rows of a run."""
+    made = hashlib.sha256()
+    for row in rows:
+        made.update(str(row.answer_start).encode() + row.ids.tobytes())
+    return made.hexdigest()[:16]
+
+
 def claim(config: TrainConfig) -> Path:
-    """Check that the run's folder is new, or holds a run of the same settings; how long to train may differ."""
+    """Check that the run's folder is new, or holds a run of the same settings; how long to train may differ.
+
+    Raises OSError, in one line, where the folder could not be written or is only a link.
+    """
     folder, settings = Path(config.output), config.model_dump(mode="json")
     path = folder / RUN_FILE
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link; name the folder itself")
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"cannot write {folder}: {nearest} is {'read-only' if nearest.is_dir() else 'a file'}")
     if folder.exists() and any(p.name not in ("data", "states", LOCK_FILE) for p in folder.iterdir()):
         old = yaml.safe_load(path.read_text()) if path.is_file() else None
         if old is None:
             raise FileExistsError(f"{folder} is not empty and holds no training run; choose another output")
-        length = {"max_steps", "max_minutes", "epochs", "workers"}
-        changed = sorted(k for k in settings if k not in length and old.get(k) != settings[k])
-        if changed:
-            raise FileExistsError(f"{folder} holds a run with other {', '.join(changed)}; choose another output")
+        length = {"max_steps", "max_minutes", "epochs", "workers", "force"}
+        differing = [k for k in settings if k not in length and old.get(k) != settings[k]]
+        changed = [f"{k} ({old.get(k)} -> {settings[k]})" for k in differing]
+        if changed and not config.force:
+            remedy = "choose another output, or force=true"
+            raise FileExistsError(f"{folder} holds a run with other {', '.join(changed)}: {remedy}")
     return folder
 
 
 def record(config: TrainConfig, folder: Path) -> None:
     """Write the run's settings into its folder, which belongs to this run from now on."""
-    temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    os.replace(temporary, folder / RUN_FILE)
+    write_atomically(folder / RUN_FILE, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())

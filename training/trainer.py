@@ -2,21 +2,22 @@
 
 import logging
 import math
-import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from selfspec.files import write_atomically
 from selfspec.passes import batches_of
+from selfspec.training.checkpoints import StopRequests, check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import Metrics, overlap, soft_cross_entropy
 from selfspec.training.scores import evaluate
@@ -41,15 +42,29 @@ class _Batches(Dataset[list[int]]):
         return self.groups[index]
 
 
+class NonFiniteLossError(FloatingPointError):
+    """The loss is NaN or infinite; no step was made with it."""
+
+
 class ExitTrainer(Trainer):
-    """Hugging Face's loop over kept states; checkpoints hold the trained weights, never the base."""
+    """Hugging Face's loop over kept states; checkpoints hold the trained weights, never the base.
+
+    ``facts`` say what the run is fed: a checkpoint of other facts is not gone on with.
+    """
 
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, student: Student, states: Sequence[RowStates], config: TrainConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        student: Student,
+        states: Sequence[RowStates],
+        config: TrainConfig,
+        folder: Path,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         groups = batches_of([row.num_tokens for row in states], config.batch_tokens)
-        self.states, self.config = states, config
+        self.states, self.config, self.facts = states, config, facts or {}
         self.generator = torch.Generator().manual_seed(config.seed)
         self.began = time.monotonic()
         steps_per_epoch = len(groups)
@@ -66,7 +81,7 @@ class ExitTrainer(Trainer):
             logging_steps=10,
             save_strategy="steps",
             save_steps=config.save_steps,
-            save_total_limit=1,
+            save_total_limit=2,
             report_to=["tensorboard"],
             remove_unused_columns=False,
             label_names=[],
@@ -149,16 +164,56 @@ class ExitTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         state = self.accelerator.unwrap_model(self.model).trained_state()
-        save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / STATE_FILE)
+        write_atomically(folder / STATE_FILE, save({k: v.contiguous().cpu() for k, v in state.items()}))
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+            seal(folder, self.facts)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = " ".join(str(error).split())
+            raise OSError(f"{folder} could not be written ({reason}); the checkpoint before it is whole") from error
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One step's loss and gradients; NonFiniteLossError instead of a step that would spoil the weights."""
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            remedy = f"lower learning_rate ({self.config.learning_rate}); the best state so far is kept"
+            raise NonFiniteLossError(f"the loss is {loss.item()} at step {self.state.global_step}: {remedy}")
+        return loss
 
     def go_on(self) -> None:
-        """Train, from the newest checkpoint of the run's folder where there is one."""
-        folder = self.args.output_dir
-        self.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+        """Train, from the newest whole checkpoint of the run's folder where there is one.
+
+        A first SIGINT or SIGTERM saves a checkpoint after the step at hand and then ends the program.
+        """
+        found = newest_whole(Path(self.args.output_dir))
+        if found is not None and not self.config.force:
+            check_facts(found[0], found[1], self.facts)
+        with StopRequests() as requests:
+            self.add_callback(_StopWhenAsked(requests))
+            self.train(resume_from_checkpoint=None if found is None else str(found[0]))
+        requests.leave()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         student = self.accelerator.unwrap_model(model or self.model)
         student.load_trained_state(load_file(Path(resume_from_checkpoint) / STATE_FILE))
+
+
+class _StopWhenAsked(TrainerCallback):
+    """Saves and stops after the step in which a signal came."""
+
+    def __init__(self, requests: StopRequests) -> None:
+        self.requests = requests
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called by the Trainer."""
+        del args, state, kwargs
+        if self.requests.signal is not None:
+            control.should_save = control.should_training_stop = True
+        return control
 
 
 class KeepBest(TrainerCallback):
@@ -184,12 +239,15 @@ class KeepBest(TrainerCallback):
 
     def begin(self) -> None:
         """Take up the best state of an interrupted run, or measure the closed-form start."""
-        if not self.path.is_file():
+        try:
+            with safe_open(self.path, "pt") as file:
+                self.best_tau = float(file.metadata()["tau"])
+                self.best_state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except FileNotFoundError:
             self.measure(0)
-            return
-        with safe_open(self.path, "pt") as file:
-            self.best_tau = float(file.metadata()["tau"])
-            self.best_state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except SafetensorError as error:
+            logger.warning("%s is broken (%s): the best state is looked for anew", self.path, error)
+            self.measure(0)
 
     def measure(self, step: int) -> None:
         """Evaluate now; keep and write the state if it is the best one so far."""
@@ -199,10 +257,8 @@ class KeepBest(TrainerCallback):
             self.trainer.log({f"eval_{k}": v for k, v in metrics.flat().items()})
         if metrics.tau[-1] > self.best_tau:
             self.best_tau, self.best_state = metrics.tau[-1], self.student.trained_state()
-            temporary = self.path.with_suffix(".tmp")
             state = {name: value.contiguous().cpu() for name, value in self.best_state.items()}
-            save_file(state, temporary, metadata={"tau": str(self.best_tau)})
-            os.replace(temporary, self.path)
+            write_atomically(self.path, save(state, metadata={"tau": str(self.best_tau)}))
             self.write(metrics)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
