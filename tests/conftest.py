@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import selfspec.decode  # noqa: F401  (its attributes are patched through sys.modules)
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState, decode
 from selfspec.drafter import NoDrafter, empty_draft
+from selfspec.model import EarlyExitModel
 from selfspec.target import Target
 from selfspec.verify import Draft, Verdict
 
@@ -70,6 +72,24 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
                 parameter.normal_(0.0, 0.25)
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
+
+
+def byte_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+    """One token a byte, and two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["<s>", "</s>", *alphabet])}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@functools.cache
+def chat_model() -> EarlyExitModel:
+    """A tiny random Llama with a byte tokenizer, a chat template and an untrained exit."""
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    hf_model = build_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    return EarlyExitModel.from_target(hf_model, exits=[2], tokenizer=tokenizer)
 
 
 @functools.cache

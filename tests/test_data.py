@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from selfspec.exits import ExitConfig
@@ -24,6 +23,7 @@ from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.run import train_exits
 from selfspec.training.states import collect
 from selfspec.training.workers import num_workers_for
+from tests.conftest import byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
@@ -34,14 +34,7 @@ EOS = 1
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a byte, two special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
-    made.chat_template = CHATML
-    return made
+    return byte_tokenizer(CHATML)
 
 
 @pytest.fixture(scope="module")

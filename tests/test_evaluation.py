@@ -1,47 +1,31 @@
-"""The harness: planted faults of methods are caught, runs resume, questions of every format are read."""
+"""The harness: planted faults of methods are caught, methods take turns, peers say the same."""
 
-import errno
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from selfspec import costs
-from selfspec.cli import app
 from selfspec.eval import methods as registry
-from selfspec.eval import run as eval_run
 from selfspec.eval.compare import first_divergence, gap_in_ulp
 from selfspec.eval.config import EvalConfig, load_eval_config
 from selfspec.eval.engine import Engine, ar
-from selfspec.eval.journal import Journal
 from selfspec.eval.measure import CountError, Meter, Phases, Request, SkippedMethodError
 from selfspec.eval.peers import StaticCompiled, Transformers, assistant_early_exit, assistant_model, prompt_lookup
-from selfspec.eval.run import build_methods, evaluate, method_specs
+from selfspec.eval.run import build_methods, method_specs
 from selfspec.eval.runner import Runner
 from selfspec.eval.summary import summarise
-from selfspec.eval.tasks import Question, load_questions
+from selfspec.eval.tasks import Question
 from selfspec.model import EarlyExitModel
-from tests.conftest import build_model, prompt_of
+from tests.conftest import build_model, chat_model, prompt_of
 
 CPU = torch.device("cpu")
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 QUESTIONS = [Question("t", str(i), "odd" if i % 2 else "even", (f"question {i}",)) for i in range(4)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> EarlyExitModel:
-    """A tiny random Llama with a byte tokenizer, a chat template and an untrained exit."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["<s>", "</s>", *alphabet])}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = TEMPLATE
-    hf_model = build_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    return EarlyExitModel.from_target(hf_model, exits=[2], tokenizer=tokenizer)
+    return chat_model()
 
 
 class Clock:
@@ -313,154 +297,3 @@ def test_later_turns_follow_the_plain_answer(model, monkeypatch):
     assert [m["role"] for m in chats[1]] == ["user", "assistant", "user"]
     answer = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, draft="off").sequences[0, 3:]
     assert chats[1][1]["content"] == model.tokenizer.decode(answer, skip_special_tokens=True)
-
-
-# ---- whole runs --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def questions(tmp_path, model, monkeypatch) -> Path:
-    """A file of three questions, and `EarlyExitModel.from_pretrained` giving the tiny model."""
-    monkeypatch.setattr(EarlyExitModel, "from_pretrained", staticmethod(lambda *_: model))
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps({"category": f"c{i % 2}", "turns": [f"say {i}"]}) + "\n" for i in range(3)))
-    return path
-
-
-def config_of(questions: Path, *overrides: str) -> EvalConfig:
-    output = questions.parent / "out"
-    settings = [f"tasks={questions}", f"output={output}", "methods=[selfspec]", "max_new_tokens=6", "threads=1"]
-    return load_eval_config(None, [*settings, *overrides])
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(questions, monkeypatch):
-    config, asked = config_of(questions), []
-    ask = Runner.ask
-
-    def stop_at_the_third(self: Runner, question: Question) -> Any:
-        asked.append(question.id)
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return ask(self, question)
-
-    monkeypatch.setattr(Runner, "ask", stop_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(config)
-    with pytest.raises(ValueError, match=r"unfinished run of other settings \(max_new_tokens: 6 -> 7\)"):
-        evaluate(config_of(questions, "max_new_tokens=7"))
-    journal = Path(config.output) / "journal.jsonl"
-    journal.write_text(journal.read_text() + '{"key": "torn')  # killed while writing
-    results = evaluate(config)
-    assert asked == ["1", "2", "3", "3"]
-    assert results["num_prompts"] == 3
-    assert [row["question"] for row in results["rows"] if row["method"] == "ar"] == ["1", "2", "3"]
-    assert json.loads((Path(config.output) / "results.json").read_text()) == json.loads(json.dumps(results))
-    assert not journal.exists()
-    with pytest.raises(ValueError, match="finished run"):
-        evaluate(config)
-
-
-def test_results_hold_what_a_reader_needs(questions):
-    results = evaluate(config_of(questions, "temperatures=[0, 1]"))
-    figures = results["summary"]["selfspec"]
-    assert {"speedup", "tau", "acceptance_rate", "tokens_per_second", "lossless", "breakdown"} <= figures.keys()
-    assert figures["lossless"] is True
-    assert set(results["by_temperature"]) == {"0.0", "1.0"}
-    assert results["by_temperature"]["1.0"]["selfspec"]["num_compared_texts"] == 3  # coupled, float32: promised
-    assert set(results["by_category"]) == {"c0", "c1"}
-    assert {"commit", "dirty", "versions", "device", "command"} <= results["provenance"].keys()
-    assert "say 0" not in json.dumps(results)  # results, not the questions' text
-
-
-def test_a_full_disk_loses_nothing_that_was_measured(questions, monkeypatch):
-    config, write = config_of(questions), Journal._append
-
-    def full(self: Journal, entry: dict[str, Any]) -> None:
-        if entry.get("key", "").endswith("/3"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, entry)
-
-    monkeypatch.setattr(Journal, "_append", full)
-    with pytest.raises(OSError, match="No space"):
-        evaluate(config)
-    monkeypatch.undo()
-    journal = Journal(Path(config.output), json.loads((Path(config.output) / "journal.jsonl").open().readline()))
-    assert len(journal.done) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no questions"),
-        ('{"turns": ["x"]}\n{"turns"', r"q\.jsonl:2: bad JSON"),
-        ('{"category": "a"}', r"q\.jsonl:1: needs `turns`.*its fields: category"),
-        ('{"turns": []}', r"q\.jsonl:1: empty"),
-        ('{"messages": "x"}', r"q\.jsonl:1: `messages`"),
-        ("[1]", r"q\.jsonl:1: expected an object"),
-    ],
-)
-def test_bad_questions_are_named(tmp_path, text, message):
-    path = tmp_path / "q.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_questions(str(path))
-
-
-def test_every_format_is_read(tmp_path):
-    path = tmp_path / "q.jsonl"
-    records = [
-        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
-        {"question": "c", "answer": "#### 4"},
-        {"task_id": "HumanEval/0", "prompt": "def f():"},
-        {"prompt": ["d", "e"], "prompt_id": 7, "category": "stem"},
-        {"messages": [{"role": "user", "content": "g"}, {"role": "assistant", "content": "h"}]},
-        {"text": "i"},
-    ]
-    path.write_text("\n".join(map(json.dumps, records)))
-    found = load_questions(str(path), max_turns=2)
-    assert [q.turns for q in found] == [("a", "b"), ("c",), ("def f():",), ("d", "e"), ("g",), ("i",)]
-    assert [q.id for q in found] == ["81", "2", "HumanEval/0", "7", "5", "6"]
-    assert [q.category for q in found] == ["writing", "q", "q", "stem", "q", "q"]
-    coded = load_questions(f"humaneval:{path}", limit=1)
-    assert coded[1].turns == ("Complete this Python function:\n\nc",)
-    with pytest.raises(ValueError, match=r"unknown task 'nope'; choose one of quick, spec-bench"):
-        load_questions("nope")
-    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
-        load_questions("missing.jsonl")
-    with pytest.raises(ValueError, match=r"spec-bench needs its file"):
-        load_questions("spec-bench")
-
-
-def test_the_shipped_questions_are_sixty_of_six_kinds():
-    questions = load_questions("quick", max_turns=2)
-    assert len(questions) == 60
-    kinds = [q.category for q in questions]
-    assert {kinds.count(kind) for kind in kinds} == {10}
-    assert len({q.turns[0] for q in questions}) == 60
-    assert len(load_questions("quick", limit=2)) == 12
-
-
-def test_shipped_configs_are_valid():
-    for name in ("quick", "spec-bench"):
-        specs = method_specs(load_eval_config(name))
-        assert {spec.method for spec in specs} <= registry.METHODS.keys()
-
-
-def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch):
-    from typer.testing import CliRunner
-
-    monkeypatch.setattr(eval_run.EarlyExitModel, "from_pretrained", lambda *_: pytest.fail("worked before checking"))
-    file = tmp_path / "file"
-    file.write_text("")
-    for arguments, message in (
-        (["methods=[magic]"], "unknown method magic"),
-        (["tasks=[nope]"], "unknown task 'nope'"),
-        (["tassks=[quick]"], "did you mean 'tasks'"),
-        ([f"tasks={file}"], "no questions"),
-        ([f"output={file}/x"], "Not a directory"),
-        (["temperatures=[-1]"], "temperatures must be >= 0"),
-    ):
-        result = CliRunner().invoke(app, ["eval", *arguments])
-        assert result.exit_code == 2, arguments
-        assert message in result.stderr, arguments
-        assert result.stderr.count("\n") == 1, arguments

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from selfspec.target import Target
-from selfspec.training import checkpoints
 from selfspec.training.checkpoints import SEAL, check_facts, newest_whole, seal
 from selfspec.training.run import claim, train_on_rows
+from selfspec.training.stopping import StopRequests
 from selfspec.training.trainer import ExitTrainer, NonFiniteLossError
 from tests.test_training import VOCAB, build, settings, written_rows
 
@@ -86,7 +86,7 @@ def test_a_first_signal_saves_and_ends_the_run_which_goes_on_from_there(tmp_path
 def test_a_second_signal_acts_at_once():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of a parallel test run ignore it
     try:
-        with checkpoints.StopRequests() as requests:
+        with StopRequests() as requests:
             os.kill(os.getpid(), signal.SIGINT)
             assert requests.signal == signal.SIGINT
             with pytest.raises(KeyboardInterrupt):
