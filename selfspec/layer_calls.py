@@ -37,7 +37,7 @@ class Recorder(nn.Module):
         return hidden if self.replacement is None else self.replacement
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """Where the rows of a pass stand: in slots first, first + 1, ..., looking at slots [0, read_end).
 
@@ -50,13 +50,10 @@ class Place:
     parents: tuple[int, ...] | None = None
     pads: Tensor | None = None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Place) or self.pads is not other.pads:
-            return False
-        mine, others = ((p.first, p.num_rows, p.read_end, p.parents) for p in (self, other))
-        return mine == others
-
-    __hash__ = None  # type: ignore[assignment]
+    def is_same(self, other: "Place") -> bool:
+        """Whether a pass at ``other`` makes the calls of one here."""
+        mine, theirs = ((p.first, p.num_rows, p.read_end, p.parents) for p in (self, other))
+        return mine == theirs and self.pads is other.pads
 
 
 class LayerCalls:
@@ -75,7 +72,7 @@ class LayerCalls:
         """The layers' calls for the rows at ``place``; alike layers share one. ``mask`` replaces the family's own."""
         if mask is not None:
             return _Cut(self.size, place, device, mask).calls(self.table)
-        if self._last is None or self._last[0] != place:
+        if self._last is None or not self._last[0].is_same(place):
             self._last = (place, _Cut(self.size, place, device, None).calls(self.table))
         return self._last[1]
 

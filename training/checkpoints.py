@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted, and a way to stop that loses nothing.
+"""Checkpoints that can be trusted.
 
 Hugging Face's Trainer writes a checkpoint file by file. Here it counts once it is sealed: flushed to disk, with the
 hashes of its files and what the run was fed beside them. A run goes on from the newest one that is as it was sealed.
@@ -8,11 +8,8 @@ import hashlib
 import json
 import logging
 import os
-import signal
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from selfspec.files import write_atomically
@@ -74,41 +71,3 @@ def _read(checkpoint: Path) -> tuple[dict[str, Any], str]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class StopRequests:
-    """While it is entered, a first SIGINT or SIGTERM is noted, for the run to save and stop; a second one acts.
-
-    Does nothing outside the main thread, where Python takes no signals.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopRequests":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def leave(self) -> None:
-        """End the program as the noted signal would have: KeyboardInterrupt, or exit code 143."""
-        if self.signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.signal is not None:
-            raise SystemExit(128 + self.signal)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.signal = number
-        self._restore()
-        logger.warning("%s: saving after this step; once more to stop at once", signal.Signals(number).name)
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()

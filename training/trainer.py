@@ -17,11 +17,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from selfspec.files import write_atomically
 from selfspec.passes import batches_of
-from selfspec.training.checkpoints import StopRequests, check_facts, newest_whole, seal
+from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import Metrics, overlap, soft_cross_entropy
 from selfspec.training.scores import evaluate
 from selfspec.training.states import Batch, RowStates, draw_steps, make_batch
+from selfspec.training.stopping import StopRequests
 from selfspec.training.student import Student
 
 logger = logging.getLogger(__name__)
