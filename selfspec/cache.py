@@ -89,6 +89,27 @@ class KVCache:
                     rows = torch.tensor([first + row for row in path], device=tensor.device)
                     tensor[:, :, first : first + len(path)] = tensor.index_select(2, rows)
 
+    def spread(self, pads: Tensor) -> None:
+        """Go on with as many sequences as there are ``pads`` [B], each beginning, behind its padding, with what the one
+        sequence of this cache holds.
+        """
+        self._keys, self._values = (
+            [_spread(t, pads, self.lengths[0]) for t in ts] for ts in (self._keys, self._values)
+        )
+        self.pads = pads
+        self.plans.clear()
+
+    def first(self, num_sequences: int) -> "KVCache":
+        """The first sequences alone, over the same memory; a pass over them counts for all."""
+        part = KVCache(
+            len(self.lengths), self.capacity, self.width, None if self.pads is None else self.pads[:num_sequences]
+        )
+        part.lengths = self.lengths
+        part._keys, part._values = (
+            [t if t is None else t[:num_sequences] for t in ts] for ts in (self._keys, self._values)
+        )
+        return part
+
     def select(self, sequences: Tensor) -> None:
         """Go on with ``sequences`` [b] (indices) alone."""
         self._keys, self._values = ([t if t is None else t[sequences] for t in ts] for ts in (self._keys, self._values))
@@ -100,3 +121,12 @@ class KVCache:
         """Bytes allocated so far."""
         tensors = [t for t in (*self._keys, *self._values) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _spread(tensor: Tensor | None, pads: Tensor, length: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    made = tensor.new_zeros(len(pads), *tensor.shape[1:])
+    for sequence, pad in zip(made, pads.tolist(), strict=True):
+        sequence[:, pad : pad + length] = tensor[0, :, :length]
+    return made

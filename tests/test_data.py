@@ -14,7 +14,7 @@ from selfspec.files import locked, read_jsonl
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model
 from selfspec.target import Target
-from selfspec.training import generate_data, kept_states
+from selfspec.training import batch, generate_data, kept_states
 from selfspec.training.batch import sample, write_batch
 from selfspec.training.config import DataConfig, TrainConfig
 from selfspec.training.data import Row, load_shards, prompt_ids, read_prompts, rows_from_jsonl, write_shard
@@ -23,7 +23,7 @@ from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.run import train_exits
 from selfspec.training.states import collect
 from selfspec.training.workers import num_workers_for
-from tests.conftest import byte_tokenizer
+from tests.conftest import build_model, byte_tokenizer, prompt_of
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
@@ -180,11 +180,33 @@ def test_a_flipped_bit_and_a_missing_shard_are_found(tmp_path, model, tokenizer,
 # Generating
 
 
-def test_padded_greedy_answers_are_those_of_each_prompt_alone(model):
-    prompts = [[5, 6, 7], [9], [20, 21, 22, 23, 24], [30, 31]]
+APART = [[5, 6, 7], [9], [20, 21, 22, 23, 24], [30, 31]]  # nothing in common
+ALIKE = [prompt_of(size, seed=0)[:6] + prompt_of(size, seed=size)[6:] for size in (50, 7, 23, 39, 24)]
+EQUAL = [prompt_of(20)] * 3
+
+
+@pytest.mark.parametrize(
+    "prompts", [APART, ALIKE, EQUAL, ALIKE[:1], [[5], [6]]], ids=["apart", "alike", "equal", "single", "tokens"]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])  # plain, with a sliding window, learnt positions
+def test_padded_greedy_answers_are_those_of_each_prompt_alone(family, prompts):
+    """Whatever prompts have in common, and however many chunks they are read in."""
+    model = build_model(family, seed=1)
     for prompt, found in zip(prompts, write(model, prompts, 12, [EOS]), strict=True):
-        alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=EOS)
+        alone = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=EOS, eos_token_id=EOS
+        )
         assert found.answer == alone[0, len(prompt) :].tolist()
+
+
+def test_what_prompts_begin_with_is_run_once(model, monkeypatch):
+    """Tokens that pass the target: those of the shared start once, of the rest hardly any padding."""
+    counts, run = [], batch._Notes.run
+    monkeypatch.setattr(batch._Notes, "run", lambda *a: counts.append(a[1].numel()) or run(*a))
+    prompts = [prompt_of(20) + prompt_of(size, seed=size) for size in (90, 10, 30)]
+    write(model, prompts, 1)
+    assert counts[0] == 20
+    assert 130 <= sum(counts[1:]) <= 130 + 2 * batch.CHUNK
 
 
 def test_rows_that_end_leave_and_the_others_go_on_unchanged(model):

@@ -1,7 +1,7 @@
 """Many answers written at once over one static cache, and what the target's layers held while they were written.
 
 Prompts are padded on the left, so that all of them end at one slot and go on together; a sequence whose answer ends
-leaves the batch.
+leaves the batch. What all prompts begin with is run once, and of the rest hardly any padding.
 
 Shapes: B prompts, b sequences under way, T slots, S tokens of a row, A tokens of an answer, D hidden, V vocabulary.
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from selfspec.cache import KVCache
 from selfspec.target import Target
+
+CHUNK = 16  # slots of prompts that are run together; a prompt joins in the chunk where it begins
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,15 @@ def write_batch(
 
     ``depths`` are those at which states are kept.
     """
-    size, longest, device = len(prompts), max(map(len, prompts)), target.device
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)  # [B, T]
-    pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    temperatures, eos = temperatures.to(device), torch.tensor(list(eos_ids), device=device)
-    cache = KVCache(target.num_layers, longest + max_new_tokens, pads=pads)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    prompts, temperatures = [prompts[i] for i in order], temperatures[order].to(target.device)
+    size, longest, eos = len(prompts), len(prompts[0]), torch.tensor(list(eos_ids), device=target.device)
+    cache = KVCache(target.num_layers, longest + max_new_tokens)
     notes = _Notes(target, depths, size, cache.capacity)
-    rows, num_tokens = torch.arange(size, device=device), torch.zeros(size, dtype=torch.long, device=device)
+    logits = notes.read(prompts, cache)  # [b, V]
+    rows = torch.arange(size, device=target.device)
+    num_tokens = torch.zeros_like(rows)
     for step in range(max_new_tokens):
-        logits = notes.run(ids, cache, rows)  # [b, V]
         tokens = sample(logits, temperatures, generator)  # [b]
         notes.tokens[rows, step], notes.argmaxes[rows, step] = tokens, logits.argmax(-1)
         notes.log_sums[rows, step] = logits.logsumexp(-1)
@@ -57,10 +59,11 @@ def write_batch(
         if not alive.all():
             rows, tokens, temperatures = rows[alive], tokens[alive], temperatures[alive]
             cache.select(alive.nonzero()[:, 0])
-        if not len(rows):
+        if not len(rows) or step + 1 == max_new_tokens:
             break
-        ids = tokens[:, None]
-    return [notes.of(row, longest - len(prompt), longest, int(num_tokens[row])) for row, prompt in enumerate(prompts)]
+        logits = notes.run(tokens[:, None], cache, rows)
+    written = [notes.of(i, longest - len(prompt), longest, int(num_tokens[i])) for i, prompt in enumerate(prompts)]
+    return [written[order.index(i)] for i in range(size)]
 
 
 def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
@@ -87,6 +90,24 @@ class _Notes:
         self.log_sums = torch.zeros(size, slots, device=target.device)
         self.argmaxes, self.tokens = (torch.zeros_like(self.log_sums, dtype=torch.long) for _ in range(2))
 
+    def read(self, prompts: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
+        """Run ``prompts``, the longest first, through the target: the logits [B, V] of their last tokens."""
+        longest, shared, device = len(prompts[0]), _num_shared(prompts), self.target.device
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        ids, rows = torch.tensor(padded, device=device), torch.arange(len(prompts), device=device)  # [B, T], [B]
+        pads = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.run(ids[:1, : max(shared, 1)], cache, rows[:1])  # one token at least, for the cache to be laid out
+        cache.spread(pads)
+        cache.rollback(shared)
+        for held in self.states.values():
+            for row, pad in enumerate(pads.tolist()):
+                held[row, pad : pad + shared] = held[0, :shared].clone()
+        for begin in range(shared, longest, CHUNK):
+            stop = min(begin + CHUNK, longest)
+            count = int((pads + shared < stop).sum())
+            logits = self.run(ids[:count, begin:stop], cache.first(count), rows[:count])
+        return logits
+
     def run(self, ids: Tensor, cache: KVCache, rows: Tensor) -> Tensor:
         """Run ``ids`` [b, R], the sequences ``rows`` [b], through the target: the logits [b, V] of the last ones."""
         first = cache.lengths[0]
@@ -102,3 +123,10 @@ class _Notes:
         states = {depth: held[row, begin:stop] for depth, held in self.states.items()}
         tokens: list[int] = self.tokens[row, :num_tokens].tolist()
         return Written(tokens, states, self.log_sums[row, :num_tokens], self.argmaxes[row, :num_tokens])
+
+
+def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, their last ones left out."""
+    first, last = min(map(list, prompts)), max(map(list, prompts))  # in the order of their tokens
+    num = min(map(len, prompts)) - 1
+    return next((i for i in range(num) if first[i] != last[i]), num)
