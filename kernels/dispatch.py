@@ -55,6 +55,11 @@ def cpu_draft(device: torch.device) -> Any:
     return importlib.import_module(f"{__package__}.cpu_draft") if implementation(device) == "cpu" else None
 
 
+def cpu_attention(device: torch.device) -> Any:
+    """The module `cpu_attention`, likewise."""
+    return importlib.import_module(f"{__package__}.cpu_attention") if implementation(device) == "cpu" else None
+
+
 @functools.cache
 def _cpu_layers() -> Any:
     return importlib.import_module(f"{__package__}.cpu_layers")
@@ -70,9 +75,13 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention_reference.attention`."""
-    if cache_dtype(q) == q.dtype:
-        return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
-    return attention_reference.attention(q.float(), k.float(), v.float(), mask, scale, softcap, sinks).to(q.dtype)
+    if cache_dtype(q) != q.dtype:
+        return attention(q.float(), k.float(), v.float(), mask, scale, softcap, sinks).to(q.dtype)
+    is_plain = softcap is None and sinks is None and not torch.is_grad_enabled()
+    kernels = cpu_attention(q.device) if is_plain and q.shape[0] > 1 else None  # one sequence's layers are fused
+    if kernels is not None and kernels.takes(q, k, v, mask):
+        return kernels.attention(q, k, v, mask, scale)
+    return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
 
 
 def cache_dtype(key: Tensor) -> torch.dtype:

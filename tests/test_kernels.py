@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from selfspec.cache import KVCache
-from selfspec.kernels import dispatch
+from selfspec.kernels import attention_reference, dispatch
 from selfspec.target import Target
 from tests.conftest import build_model, prompt_of
 
@@ -95,6 +95,44 @@ def run(
             depths.append(depths[parent] + 1)
     hidden = target.embed(torch.tensor([tokens]), first, depths)
     return target.run_layers(hidden, 0, target.num_layers, cache, parents)
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "rows", "slots", "width"), [
+    (9, 3, 1, 40, 64), (4, 4, 1, 1, 16), (8, 1, 1, 31, 32), (6, 2, 3, 17, 16), (4, 2, 2, 64, 80),
+])  # fmt: skip
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_over_ragged_batches(cache_dtype, heads, groups, rows, slots, width, threads, monkeypatch):
+    """Error against float64 at most that of float32 sums; what no row sees is not read, be it NaN."""
+    generator = torch.Generator().manual_seed(slots)
+    q = torch.randn(5, heads, rows, width, generator=generator)
+    held = [torch.randn(5, groups, -(-slots // 8) * 8 + 8, width, generator=generator).to(cache_dtype) for _ in "kv"]
+    pads = torch.tensor([0, 1, slots // 2, slots - 1, slots // 3]).clamp(max=slots - 1)
+    seen = torch.arange(slots) >= pads[:, None]
+    mask = seen[:, None] & (torch.rand(5, rows, slots, generator=generator) < 0.7)
+    mask[..., -1] = True
+    whole = [t[:, :, :slots].double().repeat_interleave(heads // groups, 1) for t in held]
+    scores = q.double() @ whole[0].transpose(2, 3) * 0.2
+    truth = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1) @ whole[1]
+    for sequence, pad in enumerate(pads.tolist()):
+        for tensor in held:
+            tensor[sequence, :, : pad // 8 * 8] = float("nan")
+    monkeypatch.setattr(attention_reference, "attention", lambda *_: pytest.fail("the reference ran"))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = dispatch.attention(q, *(t[:, :, :slots] for t in held), mask, 0.2)
+    finally:
+        torch.set_num_threads(before)
+    blind = mask & (torch.arange(5) > 0)[:, None, None]  # the first sequence sees nothing
+    nothing, rest = dispatch.attention(q, *(t[:, :, :slots] for t in held), blind, 0.2).split([1, 4])
+    assert bool(nothing.isnan().all())
+    assert torch.equal(rest, found[1:])
+    # scores are off by width eps |q||k|, weights by as much and by the sum's slots eps
+    spread = 0.2 * (q.double().abs() @ whole[0].abs().transpose(2, 3)).amax()
+    bound = torch.finfo(torch.float32).eps * (2 * width * spread + slots + 8) * whole[1].abs().amax()
+    assert found.shape == (5, rows, heads, width)
+    assert bool(((found.transpose(1, 2).double() - truth).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
