@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from selfspec.decode import DecodeState
-from selfspec.drafter import ChainDrafter, Drafter, Guess, NoDrafter
+from selfspec.drafter import ChainDrafter, Drafter, Guess, NoDrafter, ParallelDrafter
 from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel, Emission, Stream
 from selfspec.sampling import Sampling
@@ -109,7 +109,7 @@ class Trace:
 
 
 class RecordingDrafter(ChainDrafter):
-    """A chain drafter that keeps the ``proposals`` of the last cycle."""
+    """A drafter that keeps the ``proposals`` of the last cycle."""
 
     is_stepwise = True
 
@@ -130,6 +130,16 @@ class RecordingDrafter(ChainDrafter):
             is_trained = self.exit_head.adapter is not None
             self.proposals.append(Proposal(opinion, self.exit_head.chance(normed) if is_trained else None))
         return guess
+
+
+class RecordingParallelDrafter(RecordingDrafter, ParallelDrafter):
+    """The same of a parallel draft."""
+
+
+RECORDING: dict[type[Drafter], type[RecordingDrafter]] = {
+    ChainDrafter: RecordingDrafter,
+    ParallelDrafter: RecordingParallelDrafter,
+}
 
 
 @dataclass
@@ -157,9 +167,10 @@ def record(model: EarlyExitModel, ids: Tensor, **request: Any) -> Trace:
 def _recording(drafter: Drafter) -> Drafter:
     if isinstance(drafter, NoDrafter):
         return drafter
-    if type(drafter) is not ChainDrafter:
+    if type(drafter) not in RECORDING or not isinstance(drafter, ChainDrafter):
         raise NotImplementedError(f"a trace shows chains, not what a {type(drafter).__name__} drafts")
-    return RecordingDrafter(drafter.target, drafter.exit_head, drafter.draft_len, drafter.min_confidence)
+    made = RECORDING[type(drafter)]
+    return made(drafter.target, drafter.exit_head, drafter.draft_len, drafter.min_confidence)
 
 
 def _settings(stream: Stream, state: DecodeState) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Drafting a greedy chain on a CPU, in one call: k times trunk, bridge, block, norm, vocabulary, argmax.
+"""Drafting greedily on a CPU, in one call: trunk, bridge, block, norm, vocabulary, argmax, k times or with k rows.
 
 A draft step reads few weights, so whatever stands between two products would cost more than they do. The steps are
-those of `cpu_layers`, on calls prepared for the trunk (one row) and the borrowed block.
+those of `cpu_layers`, on calls prepared for the trunk and the borrowed block.
 
-Shapes: D hidden, n recalled layers, V_d drafted vocabulary, M rows that the block has not seen (the last is the tap).
+Shapes: D hidden, n recalled layers, V_d drafted vocabulary, r rank of the correction, K drafts at most, M rows that the
+block has not seen (the last is the tap; behind it a parallel draft has K - 1 more).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,8 +38,10 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-(TRUNK, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS, TOKENS,
- LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS) = range(20)  # fmt: skip
+NUM_WORDS = 29
+(TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS, TOKENS,
+ LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES, CONFIDENCE,
+ CHANCE, STOP, NUM_DRAWN) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -53,24 +58,31 @@ def _argmax(values: Any, count: int, tops: Any, place: int) -> int:
 
 
 @njit
+def _widen(table: int, place: int, y: int, count: int, is_wide: int) -> None:
+    """y = ``count`` values of ``table`` from ``place`` on, in float32."""
+    if is_wide:
+        cm.copy(table + 4 * place, y, count)
+    else:
+        short, made = cm.shorts(table + 2 * place), cm.floats(y)
+        for i in range(count):
+            made[i] = cm.widened(short[i])
+
+
+@njit
 def _run_trunk(d: Any, a: Any, step: int, thread: int) -> None:
-    """The first layers on token ``step``, at its position; its tap is kept."""
-    size, embedding = a[SIZE], d[EMBEDDING]
+    """The first layers on the tokens from ``step`` on, as many as the call has rows; their taps are kept."""
+    size, rows = a[SIZE], a[NUM_ROWS]
     if thread == 0:
-        states, token = cm.floats(a[HIDDEN]), cm.words(d[TOKENS])[step]
-        if a[IS_WIDE]:
-            cm.copy(embedding + 4 * token * size, a[HIDDEN], size)
-        else:
-            row = cm.shorts(embedding + 2 * token * size)
-            for i in range(size):
-                states[i] = cm.widened(row[i])
+        for r in range(rows):
+            token = cm.words(d[TOKENS])[step + r]
+            _widen(d[EMBEDDING], token * size, a[HIDDEN] + 4 * r * size, size, a[IS_WIDE])
+            cm.words(a[POSITIONS])[r] = min(d[POSITION] + step + r, d[LAST_POSITION])
         a[FIRST] = d[POSITION] + step
-        cm.words(a[POSITIONS])[0] = min(d[POSITION] + step, d[LAST_POSITION])
     wait(a[NUM_THREADS])
     for number in range(a[NUM_LAYERS]):
         run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
     if thread == 0:
-        cm.copy(a[HIDDEN], d[TAPS] + 4 * step * size, size)
+        cm.copy(a[HIDDEN], d[TAPS] + 4 * step * size, rows * size)
 
 
 @njit
@@ -109,52 +121,158 @@ def _run_head(d: Any, a: Any, step: int, thread: int) -> None:
     wait(team)
 
 
+@njit
+def _run_rows(d: Any, a: Any, thread: int) -> None:
+    """Bridge, block, norm and vocabulary behind the tap of step 0, a row a draft; logits [K, V_d] are kept."""
+    b, count = cm.words(d[BLOCK_FIRST]), d[NUM_DRAFTS]
+    size, is_wide, team, num_inputs = b[SIZE], b[IS_WIDE], b[NUM_THREADS], d[NUM_INPUTS]
+    last = b[NUM_ROWS] - count  # the row of the tap, the first draft's
+    tap = d[INPUTS] + 4 * last * num_inputs
+    if thread == 0:
+        b[FIRST] = d[SEEN]
+        for r in range(b[NUM_ROWS]):
+            cm.words(b[POSITIONS])[r] = min(b[FIRST] + r, d[LAST_POSITION])
+        cm.copy(a[HIDDEN], tap, size)
+    wait(team)
+    begin, end = cm.share(size, thread, team)
+    for step in range(count):
+        bridge, rows = cm.words(d[MAPS] + 16 * step), 1 if step else last + 1
+        x, y = tap if step else d[INPUTS], b[HIDDEN] + (4 * (last + step) * size if step else 0)
+        cm.product(x, bridge[0], y, rows, num_inputs, size, begin, end, size, is_wide)
+        cm.settle(y, bridge[1], rows, begin, end, size, is_wide)
+    wait(team)
+    run_layer(b, cm.words(b[LAYERS]), thread)
+    normed, num_vocab = d[NORMED] + 4 * thread * count * size, d[NUM_VOCAB]
+    cm.norm(b[HIDDEN] + 4 * last * size, d[NORM], normed, count, size, cm.floats(b[SCALARS])[1], is_wide)
+    begin, end = cm.share(num_vocab, thread, team)
+    cm.product(normed, d[VOCAB], d[LOGITS], count, size, num_vocab, begin, end, num_vocab, is_wide)
+    cm.settle(d[LOGITS], 0, count, begin, end, num_vocab, is_wide)
+    wait(team)
+
+
+@njit
+def _chance(d: Any, step: int, size: int, is_wide: int) -> float:
+    """What the exit gives the draft of ``step`` to stand, by its normed state."""
+    normed, weight = cm.floats(d[NORMED] + 4 * step * size), cm.floats(d[CONFIDENCE])
+    total = np.float32(0)
+    for i in range(size):
+        total += normed[i] * weight[i]
+    score = cm.rounded(total + cm.floats(d[CHANCE])[0], is_wide)
+    return np.float32(1) / (np.float32(1) + cm.exp(min(-score, np.float32(88))))
+
+
+@njit
+def _draw_rows(d: Any, a: Any, thread: int) -> None:
+    """The drafts, one after another, each told the one before by a bias; how many is kept."""
+    num_vocab, rank, team, is_wide, place = d[NUM_VOCAB], d[RANK], a[NUM_THREADS], a[IS_WIDE], 0
+    begin, end = cm.share(num_vocab, thread, team)
+    own, survival = d[ROOM] + 4 * thread * rank, np.float32(1)
+    for step in range(d[NUM_DRAFTS]):
+        if d[STOP]:
+            survival *= _chance(d, step, a[SIZE], is_wide)
+            if survival < cm.floats(d[CHANCE])[1]:
+                break
+        logits = d[LOGITS] + 4 * step * num_vocab
+        if step and rank:
+            _widen(d[BEFORE], place * rank, own, rank, is_wide)
+            cm.product(own, d[AFTER], d[BIASES], 1, rank, num_vocab, begin, end, 0, is_wide)
+            cm.settle(d[BIASES], 0, 1, begin, end, 0, is_wide)
+            values, biases = cm.floats(logits), cm.floats(d[BIASES])
+            for i in range(begin, end):
+                values[i] += biases[i]
+            wait(team)
+        place = _argmax(cm.floats(logits), num_vocab, cm.floats(d[TOPS]), step)  # by each thread: it is soon done
+        if thread == 0:
+            cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place
+            d[NUM_DRAWN] = step + 1
+        wait(team)
+
+
+@compiled
+def _run_parallel(address: int) -> None:
+    d = cm.words(address)
+    a = cm.words(cm.words(d[TRUNKS])[0])
+    thread = thread_number() if a[NUM_THREADS] > 1 else 0
+    _run_trunk(d, a, 0, thread)
+    _run_rows(d, a, thread)
+    _draw_rows(d, a, thread)
+    wait(a[NUM_THREADS])
+    if d[NUM_DRAWN]:
+        _run_trunk(d, cm.words(cm.words(d[TRUNKS])[d[NUM_DRAWN] - 1]), 1, thread)
+    wait(a[NUM_THREADS])
+
+
 @compiled
 def _run_draft(address: int) -> None:
     d = cm.words(address)
-    a = cm.words(d[TRUNK])
+    a = cm.words(cm.words(d[TRUNKS])[0])
     thread = thread_number() if a[NUM_THREADS] > 1 else 0
     for step in range(d[NUM_DRAFTS]):
         _run_trunk(d, a, step, thread)
         _run_head(d, a, step, thread)
     _run_trunk(d, a, d[NUM_DRAFTS], thread)  # the last draft's tap, which buys the bonus token
+    d[NUM_DRAWN] = d[NUM_DRAFTS]
     wait(a[NUM_THREADS])
 
 
-class DraftCall:
-    """A head's weights and the room that its drafts need.
+@dataclass(frozen=True)
+class DraftHead:
+    """A head's weights, in the model's dtype unless said otherwise.
 
     ``embedding`` [V, D], ``maps`` a bridge per step (weight [D, (1 + n) D], bias [D] in float32), ``norm`` [D] in
-    float32, ``vocabulary`` [V_d, D] and ``vocab_ids`` [V_d] (None: all of them), ``draft_len`` k at most.
+    float32, ``vocabulary`` [V_d, D] and ``vocab_ids`` [V_d] (None: all of them). Of a parallel draft also
+    ``correction``, the tables [V_d, r] of the token before and of the token after, and ``confidence``, weight [D] and
+    bias [1] in float32.
     """
 
-    def __init__(
-        self,
-        embedding: Tensor,
-        maps: list[tuple[Tensor, Tensor]],
-        norm: Tensor,
-        vocabulary: Tensor,
-        vocab_ids: Tensor | None,
-        draft_len: int,
-        threads: int,
-    ) -> None:
-        size, num_inputs = embedding.shape[1], maps[0][0].shape[1]
+    embedding: Tensor
+    maps: list[tuple[Tensor, Tensor]]
+    norm: Tensor
+    vocabulary: Tensor
+    vocab_ids: Tensor | None
+    is_parallel: bool = False
+    correction: tuple[Tensor, Tensor] | None = None
+    confidence: tuple[Tensor, Tensor] | None = None
+
+
+class DraftCall:
+    """A head and the room that drafts of at most ``draft_len`` tokens need.
+
+    A parallel draft ends before a token with which all drafts would stand with less than ``min_confidence``.
+    """
+
+    def __init__(self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0) -> None:
+        (num_vocab, size), num_inputs = head.vocabulary.shape, head.maps[0][0].shape[1]
         self.num_inputs, self.threads, self.draft_len = num_inputs, threads, draft_len
-        self._kept = (embedding, maps, norm, vocabulary, vocab_ids)
-        steps = [maps[min(step, len(maps) - 1)] for step in range(draft_len)]
+        self._head, self._function = head, _run_parallel if head.is_parallel else _run_draft
+        rank = 0 if head.correction is None else head.correction[0].shape[1]
+        steps = [head.maps[min(step, len(head.maps) - 1)] for step in range(draft_len)]
         self._maps = np.array([[w.data_ptr(), b.data_ptr()] for w, b in steps], dtype=np.int64)
-        self._taps, self._logits = torch.empty(1, draft_len + 1, size), torch.empty(len(vocabulary))
-        self._normed, self._inputs = torch.empty(threads, size), torch.empty(0, num_inputs)
+        rows = draft_len if head.is_parallel else 1
+        self._taps, self._logits = torch.empty(1, draft_len + 1, size), torch.empty(rows, num_vocab)
+        self._normed, self._inputs = torch.empty(threads, rows, size), torch.empty(0, num_inputs)
+        self._room, self._biases = torch.empty(threads, max(rank, 1)), torch.empty(num_vocab if rank else 0)
         self._tokens, self._tops = np.zeros(draft_len + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
-        self._record = np.zeros(20, dtype=np.int64)
-        for word, value in {
-            EMBEDDING: embedding.data_ptr(), MAPS: self._maps.ctypes.data, NUM_INPUTS: num_inputs,
-            NORM: norm.data_ptr(), VOCAB: vocabulary.data_ptr(), NUM_VOCAB: len(vocabulary),
-            TAPS: self._taps.data_ptr(),
-            VOCAB_IDS: 0 if vocab_ids is None else vocab_ids.data_ptr(), TOKENS: self._tokens.ctypes.data,
-            LOGITS: self._logits.data_ptr(), NORMED: self._normed.data_ptr(), TOPS: self._tops.ctypes.data,
+        self._trunks = np.zeros(draft_len, dtype=np.int64)
+        self._record = np.zeros(NUM_WORDS, dtype=np.int64)
+        for word, tensor in {
+            EMBEDDING: head.embedding, NORM: head.norm, VOCAB: head.vocabulary, VOCAB_IDS: head.vocab_ids,
+            TAPS: self._taps, LOGITS: self._logits, NORMED: self._normed, ROOM: self._room, BIASES: self._biases,
         }.items():  # fmt: skip
-            self._record[word] = value
+            self._record[word] = 0 if tensor is None else tensor.data_ptr()
+        arrays: dict[int, np.ndarray] = {
+            MAPS: self._maps, TOKENS: self._tokens, TOPS: self._tops, TRUNKS: self._trunks,
+        }  # fmt: skip
+        for word, array in arrays.items():
+            self._record[word] = array.ctypes.data
+        self._record[NUM_INPUTS], self._record[NUM_VOCAB], self._record[RANK] = num_inputs, num_vocab, rank
+        if head.correction is not None:
+            self._record[BEFORE], self._record[AFTER] = (table.data_ptr() for table in head.correction)
+        if head.confidence is not None and min_confidence > 0:
+            weight, bias = head.confidence
+            self._chance = np.array([float(bias), min_confidence], dtype=np.float32)
+            self._record[CONFIDENCE], self._record[CHANCE] = weight.data_ptr(), self._chance.ctypes.data
+            self._record[STOP] = 1
         self._address = self._record.ctypes.data
 
     def inputs(self, rows: int) -> Tensor:
@@ -165,21 +283,20 @@ class DraftCall:
         return self._inputs[:rows]
 
     def __call__(
-        self, trunk: LayerCall, block: LayerCall, block_next: LayerCall, token: int, position: int, seen: int,
+        self, trunks: Sequence[LayerCall], blocks: Sequence[LayerCall], token: int, position: int, seen: int,
         last_position: int, num_drafts: int,
     ) -> tuple[list[int], list[float], Tensor]:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
-        Returns the drafted tokens, the largest logit of each step (NaN where one was), and taps [1, k + 1, D], which
-        the next call overwrites.
+        A chain takes one trunk, of one row, and two blocks, of M rows and of one; a parallel draft trunks of 1, 2, ...
+        rows and one block of M + K - 1. Returns the drafted tokens, the largest logit of each (NaN where one was), and
+        taps [1, k + 1, D], which the next call overwrites.
         """
         record = self._record
-        record[TRUNK], record[BLOCK_FIRST], record[BLOCK_NEXT] = trunk.address, block.address, block_next.address
+        self._trunks[: len(trunks)] = [trunk.address for trunk in trunks]
+        record[BLOCK_FIRST], record[BLOCK_NEXT] = blocks[0].address, blocks[-1].address
         record[NUM_DRAFTS], record[POSITION], record[SEEN] = num_drafts, position, seen
-        record[LAST_POSITION], self._tokens[0] = last_position, token
-        call(_run_draft, self._address, self.threads)
-        return (
-            self._tokens[1 : num_drafts + 1].tolist(),
-            self._tops[:num_drafts].tolist(),
-            self._taps[:, : num_drafts + 1],
-        )
+        record[LAST_POSITION], record[NUM_DRAWN], self._tokens[0] = last_position, 0, token
+        call(self._function, self._address, self.threads)
+        count = int(record[NUM_DRAWN])
+        return self._tokens[1 : count + 1].tolist(), self._tops[:count].tolist(), self._taps[:, : count + 1]

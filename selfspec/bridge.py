@@ -10,19 +10,36 @@ from torch import Tensor, nn
 class Bridge(nn.Module):
     """One linear map per draft step, from [tap, recalled deep states] to the borrowed block's input.
 
-    Step j = 1, 2, ... reads the tap of its own position and the deep states of the position j before it, the last ones
-    known when that step is drafted. Steps beyond ``num_steps`` use the last map.
+    Step j = 1, 2, ... reads the tap of its own position (in a parallel draft: of the last token, j - 1 before it) and
+    the deep states of the position j before it, the last ones known when that step is drafted. Steps beyond
+    ``num_maps`` use the last map.
     """
 
-    def __init__(self, hidden_size: int, num_recalls: int, num_steps: int) -> None:
+    def __init__(self, hidden_size: int, num_recalls: int, num_maps: int) -> None:
         super().__init__()
         width = hidden_size * (1 + num_recalls)
-        self.maps = nn.ModuleList(nn.Linear(width, hidden_size) for _ in range(num_steps if num_recalls else 1))
+        self.maps = nn.ModuleList(nn.Linear(width, hidden_size) for _ in range(num_maps))
 
     def forward(self, taps: Tensor, recalls: Tensor | None, step: int = 1) -> Tensor:
-        """taps [B, R, D], recalls [B, R, n D] of ``step`` positions earlier (None without recall) -> [B, R, D]."""
+        """taps [B, R, D], recalls [B, R, n D] as ``step`` reads them (None without recall) -> [B, R, D]."""
         inputs = taps if recalls is None else torch.cat([taps, recalls], dim=-1)
         return self.maps[min(step, len(self.maps)) - 1](inputs)
+
+
+class Correction(nn.Module):
+    """What a row of a parallel draft lacks, the token before it: a bias of low rank on its logits.
+
+    The first-order head of DSpark. Both tokens are counted in the drafted vocabulary V_d. Starts at zero.
+    """
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.Embedding(vocab_size, rank), nn.Linear(rank, vocab_size, bias=False)
+        nn.init.zeros_(self.after.weight)
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Places [A] of the tokens before in the drafted vocabulary, -1 for one outside it -> biases [A, V_d]."""
+        return self.after(self.before(places.clamp(min=0)) * (places >= 0)[:, None])
 
 
 class RidgeAccumulator:

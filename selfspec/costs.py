@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import NoDrafter
+from selfspec.drafter import DRAFTERS, NoDrafter
 from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel
 from selfspec.target import Target
@@ -83,10 +83,21 @@ def time_draft_step(target: Target, state: DecodeState, head: ExitHead, exit_lay
 
     def run() -> None:
         tap = target.run_layers(target.embed(token, first), 0, exit_layer, state.cache)
-        head.logits(head.states(target, state, tap, 1)).argmax()
+        head.logits(head.states(target, state, tap, range(1, 2))).argmax()
 
     seconds = timed(run)
     state.cache.rollback(first)
+    return seconds * 1e3
+
+
+@torch.no_grad()
+def time_draft(target: Target, state: DecodeState, head: ExitHead, draft_len: int) -> float:
+    """Milliseconds of a whole draft of ``draft_len`` tokens behind ``state``, which is left as it was."""
+    cache, drafter = state.cache, DRAFTERS[head.config.form](target, head, draft_len, 0.0)
+    held = list(cache.lengths)
+    cache.rollback(len(state.tokens) - 1)  # the last token is known, but has not been run
+    seconds = timed(lambda: drafter.propose(state))
+    cache.lengths = held
     return seconds * 1e3
 
 
@@ -146,7 +157,10 @@ def weight_share(model: EarlyExitModel, head: ExitHead) -> float:
 def _draft_parts(
     model: EarlyExitModel, state: DecodeState, ids: Tensor, context: int
 ) -> dict[str, Callable[[], float]]:
-    """A draft step as the drafter runs it, and the sum of its parts called bare: what it must cost at least."""
+    """A draft step as the drafter runs it, and the sum of its parts called bare: what it must cost at least.
+
+    Of a parallel exit also whole drafts of 1, 2, ... tokens.
+    """
     target, head, cache = model.target, model.default_exit, state.cache
     assert head is not None
     token = ids[:, context : context + 1]
@@ -168,4 +182,6 @@ def _draft_parts(
         return seconds * 1e3
 
     step = partial(time_draft_step, target, state, head, head.exit_layer, token)
-    return {"draft_step": step, "draft_parts": parts}
+    lengths = range(1, head.config.num_steps + 1) if head.config.form == "parallel" else ()
+    drafts = {f"draft_{k}": partial(time_draft, target, state, head, k) for k in lengths}
+    return {"draft_step": step, "draft_parts": parts, **drafts}

@@ -5,7 +5,7 @@ fit alike. It may run layers [0, N) of the target over the shared cache; the ver
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,7 +85,7 @@ class Pace:
 
 
 class ChainDrafter:
-    """Drafts a chain: layers [0, N) and the exit head for every token, each fed with the one before.
+    """Drafts a chain: layers [0, N) and the exit head for every token, each fed with the one before (Kangaroo's form).
 
     ``draft_len`` is the largest number of drafts k, ``min_confidence`` the probability that all drafts so far and the
     next one are accepted below which no further token is drawn (decided before the token is drawn, so that a drawn
@@ -109,12 +109,12 @@ class ChainDrafter:
         whole = self._in_one_call(state, num_drafts)
         if whole is not None:
             return whole
-        taps = [self._tap(state, state.tokens[-1], 0)]
         tokens: list[int] = []
         probs: list[Tensor] = []
+        taps = [self._run_trunk(state, state.tokens[-1:], 0)]
+        steps = self._steps(state, tokens, taps, num_drafts)
         survival = 1.0
-        for step in range(num_drafts):
-            normed = self.exit_head.states(self.target, state, taps[-1], step + 1)  # [1, 1, D]
+        for normed in steps:  # [1, 1, D]
             survival *= self.exit_head.chance(normed) if self.min_confidence > 0 else 1.0
             if survival < self.min_confidence:
                 break
@@ -125,9 +125,11 @@ class ChainDrafter:
             if state.rule == "rejection" and not state.sampling.is_greedy:
                 assert guess.probs is not None
                 probs.append(self.exit_head.widen(guess.probs, self.target.vocab_size))
-            taps.append(self._tap(state, tokens[-1], step + 1))  # the last one buys the bonus token
             if tokens[-1] in state.eos_ids:
                 break
+        num_taps = sum(tap.shape[1] for tap in taps)
+        if num_taps <= len(tokens):  # the last one buys the bonus token
+            taps.append(self._run_trunk(state, tokens[num_taps - 1 :], num_taps))
         return Draft(
             tokens=torch.tensor([tokens], dtype=torch.long, device=state.device),
             parents=torch.arange(len(tokens), device=state.device)[None],
@@ -135,12 +137,19 @@ class ChainDrafter:
             taps=torch.cat(taps, dim=1),
         )
 
+    def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:
+        """The states [1, 1, D] that drafts are drawn from, made as they are asked for; ``tokens`` grows in between."""
+        yield self.exit_head.states(self.target, state, taps[0], range(1, 2))
+        for step in range(1, num_drafts):
+            taps.append(self._run_trunk(state, tokens[-1:], step))
+            yield self.exit_head.states(self.target, state, taps[-1], range(step + 1, step + 2))
+
     def _in_one_call(self, state: "DecodeState", num_drafts: int) -> Draft | None:
         """The same draft, by one kernel: where it is greedy and nobody looks at single steps."""
-        if self.is_stepwise or self.min_confidence > 0 or not _is_plain_greedy(state, 0):
+        if self.is_stepwise or not _is_plain_greedy(state, 0):
             return None
         if self._fused is None:
-            self._fused = FusedDraft(self.target, self.exit_head, self.draft_len)
+            self._fused = FusedDraft(self.target, self.exit_head, self.draft_len, self.min_confidence)
         found = self._fused.draft(state, num_drafts)
         if found is None:
             return None
@@ -149,7 +158,7 @@ class ChainDrafter:
 
     def guess(self, normed: Tensor, state: "DecodeState", drafted: list[int]) -> Guess | None:
         """The token behind ``drafted`` ones, from ``normed`` [1, 1, D]; None, for good, where logits are not finite."""
-        logits = self.exit_head.logits(normed)  # [V_d]
+        logits = self.exit_head.logits(normed, drafted[-1] if drafted else None)  # [V_d]
         self.is_broken = not math.isfinite(logits.amax())
         if self.is_broken:
             return None
@@ -158,8 +167,9 @@ class ChainDrafter:
         q = self._distribution(logits, state, drafted)
         return Guess(self._draw(q, state, len(state.tokens) + len(drafted)), logits, q)
 
-    def _tap(self, state: "DecodeState", token: int, offset: int) -> Tensor:
-        ids = torch.tensor([[token]], device=state.device)
+    def _run_trunk(self, state: "DecodeState", tokens: Sequence[int], offset: int) -> Tensor:
+        """Taps [1, R, D] of ``tokens``, the first of which lies ``offset`` behind the last emitted one."""
+        ids = torch.tensor([list(tokens)], device=state.device)
         hidden = self.target.embed(ids, len(state.tokens) - 1 + offset)
         return self.target.run_layers(hidden, 0, self.exit_head.exit_layer, state.cache)
 
@@ -174,6 +184,18 @@ class ChainDrafter:
         ids = self.exit_head.token_ids(self.target)
         noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
         return self.exit_head.token_at(int(draw(q, noise)))
+
+
+class ParallelDrafter(ChainDrafter):
+    """Drafts from one pass: layers [0, N) for the last token only, the block once over a row a draft.
+
+    A row knows the last token's tap, its own distance from it and, by a bias on its logits, the token drafted before
+    it (`Correction`). What is drafted passes layers [0, N) together, on its way to being verified.
+    """
+
+    def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:
+        del tokens
+        yield from self.exit_head.states(self.target, state, taps[0], range(1, num_drafts + 1)).split(1, dim=1)
 
 
 def _is_plain_greedy(state: "DecodeState", num_drafted: int) -> bool:
@@ -191,4 +213,8 @@ def empty_draft(device: torch.device) -> Draft:
 
 
 # by name; each is built from (target, exit_head, draft_len, min_confidence)
-DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float], Drafter]] = {"chain": ChainDrafter, "off": NoDrafter}
+DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float], Drafter]] = {
+    "chain": ChainDrafter,
+    "parallel": ParallelDrafter,
+    "off": NoDrafter,
+}

@@ -11,8 +11,9 @@ Shapes: B batch, R rows, D hidden, V vocabulary, V_d drafted vocabulary, n recal
 
 import copy
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.bridge import Bridge
+from selfspec.bridge import Bridge, Correction
 from selfspec.clones import detached_clone
 from selfspec.head import Head
 from selfspec.linears import with_dispatched_linears
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from selfspec.decode import DecodeState
 
 TRAINED_WHOLE = ["bridge", "exit_norm", "confidence"]
+Form = Literal["chain", "parallel"]
+FORMS = get_args(Form)
 
 
 class ExitConfig(BaseModel):
@@ -41,7 +44,9 @@ class ExitConfig(BaseModel):
 
     exit_layer: int  # N: drafting runs layers [0, N)
     recall_layers: tuple[int, ...] = ()  # depths whose states of earlier positions the bridge also reads
-    num_steps: int = Field(default=1, ge=1)  # bridge maps, one per draft step
+    form: Form = "chain"  # each draft fed with the one before, or all from one pass
+    num_steps: int = Field(default=1, ge=1)  # draft steps that it is trained for
+    correction_rank: int = Field(default=0, ge=0)  # of the bias on logits by the token drafted before; 0: none
     draft_vocab: tuple[int, ...] | None = None  # token ids that the head scores; None: all
     lora_rank: int = Field(default=32, ge=1)
     lora_alpha: int = Field(default=64, ge=1)
@@ -55,6 +60,11 @@ class ExitConfig(BaseModel):
         if ids is not None and (not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids))):
             raise ValueError("token ids must be given once each, in rising order, from 0 on")
         return ids
+
+    @property
+    def num_maps(self) -> int:
+        """Bridge maps: one a step, where steps read different things."""
+        return self.num_steps if self.recall_layers or self.form == "parallel" else 1
 
     def check(self, num_layers: int, vocab_size: int | None = None) -> None:
         """Raise ValueError unless the exit fits a target of ``num_layers`` layers (and so many token ids)."""
@@ -75,7 +85,11 @@ class ExitModule(nn.Module):
         config.check(target.num_layers)
         self.name_or_path = target.name  # PEFT records it
         size = target.hidden_size
-        self.bridge = Bridge(size, len(config.recall_layers), config.num_steps)
+        self.bridge = Bridge(size, len(config.recall_layers), config.num_maps)
+        self.correction: Correction | None = None
+        if config.correction_rank:
+            num_drafted = target.vocab_size if config.draft_vocab is None else len(config.draft_vocab)
+            self.correction = Correction(num_drafted, config.correction_rank)
         self.block = detached_clone(target.layers[-1])  # frozen weights are shared, LoRA goes on top
         child: Any
         for child in self.block.modules():
@@ -86,13 +100,18 @@ class ExitModule(nn.Module):
         nn.init.zeros_(self.confidence.weight)
         nn.init.constant_(self.confidence.bias, 4.0)  # untrained: go on drafting
         self.to(target.device)
-        for name in TRAINED_WHOLE:
+        for name in self.trained_whole:
             getattr(self, name).to(target.dtype)
 
-    def forward(self, target: Target, inputs: Tensor) -> Tensor:
-        """Normed states [B, S, D] of whole sequences of bridge outputs ``inputs`` [B, S, D] (training)."""
+    @property
+    def trained_whole(self) -> list[str]:
+        """Parts that are trained and saved as they are; the block has LoRA."""
+        return TRAINED_WHOLE + (["correction"] if self.correction is not None else [])
+
+    def forward(self, target: Target, inputs: Tensor, parents: Sequence[int] | None = None) -> Tensor:
+        """Normed states [B, R, D] of bridge outputs ``inputs`` [B, R, D] (training): whole sequences, or trees."""
         slots = range(target.num_layers, target.num_layers + 1)
-        return self.exit_norm(target.run_uncached([self.block], inputs, slots))
+        return self.exit_norm(target.run_uncached([self.block], inputs, slots, parents=parents))
 
 
 def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
@@ -104,7 +123,7 @@ def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
         lora_alpha=config.lora_alpha,
         # full paths: on a bare target nothing matches, and loading there fails instead of adapting the wrong layers
         target_modules=rf"block\.({'|'.join(n.replace('.', chr(92) + '.') for n in maps)})",
-        modules_to_save=TRAINED_WHOLE,
+        modules_to_save=module.trained_whole,
     )
     adapter = get_peft_model(module, lora, autocast_adapter_dtype=False)
     for layer in adapter.modules():
@@ -159,10 +178,12 @@ class ExitHead:
         ids = config.draft_vocab
         self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
         norm = target.norm
+        self.correction: Any = None
         if adapter is not None:
             module = unwrap(adapter)
             self.bridge: Any = with_dispatched_linears(active(module.bridge))
             self.confidence = active(module.confidence)
+            self.correction = None if module.correction is None else active(module.correction)
             self.block = fold(module.block, target.dtype)
             norm = active(module.exit_norm)
         self.norm = norm
@@ -199,8 +220,11 @@ class ExitHead:
         slots = range(target.num_layers, target.num_layers + 1)
         target.run_modules([self.block], inputs, slots, state.cache)
 
-    def states(self, target: Target, state: "DecodeState", tap: Tensor, step: int) -> Tensor:
-        """Normed state [1, 1, D] of draft ``step`` = 1, 2, ... from ``tap`` [1, 1, D]: bridge, block, norm."""
+    def states(self, target: Target, state: "DecodeState", tap: Tensor, steps: range) -> Tensor:
+        """Normed states [1, K, D] of the K draft ``steps``, counted from 1, of ``tap`` [1, 1, D]: bridge, block, norm.
+
+        A chain asks for one step, with the tap of its own token; a parallel draft for all, with the last token's.
+        """
         held, state.backlog = state.backlog, []  # positions accepted since the block last ran: it has no keys for them
         if self.adapter is None:
             return self.norm(tap)
@@ -208,8 +232,13 @@ class ExitHead:
         recalls = state.recall
         if recalls is not None:
             recalls = torch.cat([*(r for _, r in held if r is not None), recalls], dim=1)
+        inputs = [self.bridge(taps, recalls, steps.start)]
+        inputs += [self.bridge(tap, state.recall, step) for step in steps[1:]]
         slots = range(target.num_layers, target.num_layers + 1)
-        return self.norm(target.run_modules([self.block], self.bridge(taps, recalls, step), slots, state.cache)[:, -1:])
+        made = target.run_modules([self.block], torch.cat(inputs, dim=1), slots, state.cache)
+        if len(steps) > 1:
+            state.cache.rollback(len(state.tokens))  # rows that knew no token of their own must not stay
+        return self.norm(made[:, -len(steps) :])
 
     def chance(self, normed: Tensor) -> float:
         """Probability that the draft from ``normed`` [1, 1, D] will be accepted; 1 where nothing was trained."""
@@ -217,9 +246,13 @@ class ExitHead:
             return 1.0
         return 1 / (1 + math.exp(-float(self.confidence(normed)[0, 0, 0])))
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Logits [V_d] in float32 from ``normed`` [1, 1, D]."""
-        return self.head(normed)[0, -1].float()
+    def logits(self, normed: Tensor, before: int | None = None) -> Tensor:
+        """Logits [V_d] in float32 from ``normed`` [1, 1, D], behind the drafted token ``before`` if there is one."""
+        logits = self.head(normed)[0, -1].float()
+        if before is None or self.correction is None:
+            return logits
+        token = torch.tensor([before], device=logits.device)
+        return logits + self.correction(places_among(self.vocab_ids, token))[0].float()
 
     def token_ids(self, target: Target) -> Tensor:
         """Token id of every logit, [V_d]."""
@@ -246,6 +279,14 @@ class ExitHead:
         if self.vocab_ids is None:
             return probs
         return probs.new_zeros(vocab_size).scatter_(0, self.vocab_ids, probs)
+
+
+def places_among(vocab_ids: Tensor | None, tokens: Tensor) -> Tensor:
+    """Where ``tokens`` [A] stand in a drafted vocabulary [V_d] (None: all ids), -1 for those outside."""
+    if vocab_ids is None:
+        return tokens
+    found = torch.searchsorted(vocab_ids, tokens).clamp(max=len(vocab_ids) - 1)
+    return torch.where(vocab_ids[found] == tokens, found, -1)
 
 
 def slice_output(output: Any, ids: Tensor | None) -> nn.Module:

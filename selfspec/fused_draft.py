@@ -1,4 +1,4 @@
-"""A whole greedy chain drafted by one kernel on a CPU, not step by step; the drafter's own steps are the definition.
+"""A whole greedy draft by one kernel on a CPU, not step by step; the drafter's own steps are the definition.
 
 Shapes: R rows, D hidden, n recalled layers, K drafted tokens.
 """
@@ -21,38 +21,45 @@ MAX_BACKLOG = 8  # rows that the block catches up on in one call; more of them, 
 
 
 class FusedDraft:
-    """Drafts greedy chains of at most ``draft_len`` tokens for one text."""
+    """Drafts at most ``draft_len`` tokens greedily for one text; ``min_confidence`` as in `ChainDrafter`."""
 
-    def __init__(self, target: Target, exit_head: ExitHead, draft_len: int) -> None:
+    def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
         self.target, self.exit_head = target, exit_head
-        self._kernel = self._prepare(draft_len)
+        self.is_parallel = exit_head.config.form == "parallel"
+        self._kernel = self._prepare(draft_len, min_confidence)
 
-    def _prepare(self, draft_len: int) -> Any:
+    def _prepare(self, draft_len: int, min_confidence: float) -> Any:
         """The kernel with the head's weights; None where something is not as it expects."""
         target, head, kernels = self.target, self.exit_head, dispatch.cpu_kernels(self.target.device)
         if kernels is None or head.adapter is None or head.exit_layer < 1:
             return None
+        if not self.is_parallel and (min_confidence > 0 or head.correction is not None):
+            return None  # a chain's steps stop and are corrected one by one
         table: Any = target.base.get_input_embeddings()
         norm: Any = head.norm
         output, maps = head.head.output, list(head.bridge.maps)
-        weights = [table.weight, output.weight, *(m.weight for m in maps)]
+        tables = [] if head.correction is None else [head.correction.before.weight, head.correction.after.weight]
+        weights = [table.weight, output.weight, *(m.weight for m in maps), *tables]
         is_plain = target.is_plain_embed and target.is_plain_head and type(table) is nn.Embedding
         if not is_plain or output.bias is not None or getattr(norm, "variance_epsilon", None) is None:
             return None
         if not all(kernels.takes(w) and w.dtype == target.dtype for w in weights):
             return None
-        return dispatch.cpu_draft(target.device).DraftCall(
-            table.weight.detach(),
-            [(m.weight.detach(), m.bias.detach().float()) for m in maps],
-            norm.weight.detach().float(),
-            output.weight.detach(),
-            head.vocab_ids,
-            draft_len,
-            kernels.num_threads(),
+        module = dispatch.cpu_draft(target.device)
+        parts = module.DraftHead(
+            embedding=table.weight.detach(),
+            maps=[(m.weight.detach(), m.bias.detach().float()) for m in maps],
+            norm=norm.weight.detach().float(),
+            vocabulary=output.weight.detach(),
+            vocab_ids=head.vocab_ids,
+            is_parallel=self.is_parallel,
+            correction=tuple(t.detach() for t in tables) or None,
+            confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
+        return module.DraftCall(parts, draft_len, kernels.num_threads(), min_confidence)
 
     def draft(self, state: "DecodeState", num_drafts: int) -> tuple[Draft, bool] | None:
-        """``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
+        """At most ``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
 
         None, and nothing done, where the kernel cannot be used.
         """
@@ -67,12 +74,15 @@ class FusedDraft:
         block = target.fused.plan([head.block], like, slot, cache)
         if trunk is None or block is None or trunk.call(1).threads != kernel.threads:
             return None
-        calls = (trunk.call(1), block.call(rows), block.call(1))
-        for call in calls:
+        if self.is_parallel:
+            trunks, blocks = [trunk.call(n + 1) for n in range(num_drafts)], [block.call(rows + num_drafts - 1)]
+        else:
+            trunks, blocks = [trunk.call(1)], [block.call(rows), block.call(1)]
+        for call in (*trunks, *blocks):
             call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
         position, seen = cache.lengths[0], cache.lengths[slot.start]
-        tokens, tops, taps = kernel(*calls, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
+        tokens, tops, taps = kernel(trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
         is_broken = not all(map(math.isfinite, tops))
         if is_broken:
             tokens = tokens[: [math.isfinite(top) for top in tops].index(False)]
@@ -80,7 +90,8 @@ class FusedDraft:
         tokens = tokens[: ends[0] + 1] if ends else tokens
         state.backlog = []
         cache.advance(shallow, len(tokens) + 1)
-        cache.advance(slot, rows + max(len(tokens) - 1, 0))
+        # rows of a parallel draft knew no token of their own: they do not stay
+        cache.advance(slot, rows if self.is_parallel else rows + max(len(tokens) - 1, 0))
         draft = Draft(
             tokens=torch.tensor([tokens], dtype=torch.long),
             parents=torch.arange(len(tokens))[None],

@@ -25,7 +25,7 @@ from selfspec import settings
 from selfspec.cache import KVCache
 from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, decode, exact_width, is_exact_by_default
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
-from selfspec.exits import ExitHead
+from selfspec.exits import FORMS, ExitHead
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
 from selfspec.storage import check_name, fits, load_exits, save_exit
@@ -157,9 +157,9 @@ class EarlyExitModel:
         """Generate as ``transformers.generate`` does, with the same text and in less time.
 
         input_ids [1, S]. ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
-        ...; a temperature > 0 samples without do_sample=True) and: ``draft`` "chain" or "off"; ``exit`` (a name) or
-        ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn where
-        all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
+        ...; a temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name)
+        or ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn
+        where all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
         ``acceptance`` "coupled" or "rejection"; ``seed`` or ``generator``. Raises ValueError for settings out of
         range, NotImplementedError for batches, beams and several sequences, RuntimeError when another generation is
         running on this model, NonFiniteLogitsError when the target's logits are NaN or infinite.
@@ -238,7 +238,8 @@ class EarlyExitModel:
         draft_len = options.draft_len
         if draft_len is None:
             draft_len = DEFAULT_DRAFT_LEN if head is None else head.config.draft_len
-        kind = options.draft or ("chain" if head is not None else "off")
+        form = "off" if head is None else head.config.form
+        kind = options.draft or form
         if kind not in DRAFTERS:
             raise ValueError(f"draft={kind!r}; choose one of {', '.join(DRAFTERS)}")
         if options.acceptance not in RULES:
@@ -250,6 +251,8 @@ class EarlyExitModel:
             return NoDrafter(), draft_len
         if head is None:
             raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
+        if kind in FORMS and kind != form:
+            raise ValueError(f"draft={kind!r}: exit {head.name} was made for {form!r}")
         stop = head.config.min_confidence if options.min_confidence is None else options.min_confidence
         if not 0 <= stop <= 1:
             raise ValueError(f"min_confidence must be in [0, 1], got {stop}")

@@ -270,14 +270,21 @@ class Target:
         return self.head(hidden)[:, :num_rows].float()
 
     def run_uncached(
-        self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, mask: Tensor | None = None
+        self,
+        modules: Sequence[nn.Module],
+        hidden: Tensor,
+        slots: range,
+        mask: Tensor | None = None,
+        parents: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run layer modules over whole sequences ``hidden`` [B, S, D] from position 0, keeping nothing.
+        """Run layer modules over whole sequences ``hidden`` [B, R, D] from position 0, keeping nothing.
 
         ``slots`` says which layers of the target they are called like (mask, rotary table); beyond the last: like it.
-        ``mask`` takes the place of the family's own.
+        ``mask`` takes the place of the family's own. ``parents`` as in `run_layers`: row 0 stands at position 0.
         """
-        by_layer = self._record_calls(hidden.shape[1]).at(Place(0, hidden.shape[1], hidden.shape[1]), self.device, mask)
+        num_rows = hidden.shape[1]
+        place = Place(0, num_rows, num_rows, None if parents is None else tuple(parents))
+        by_layer = self._record_calls(num_rows).at(place, self.device, mask)
         for module, slot in zip(modules, slots, strict=True):
             hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], None)
         return hidden

@@ -8,7 +8,7 @@ from torch import nn
 
 from selfspec.cache import KVCache
 from selfspec.decode import decode
-from selfspec.drafter import ChainDrafter
+from selfspec.drafter import DRAFTERS, ChainDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.target import Target
 from tests.conftest import (
@@ -163,21 +163,25 @@ def count_calls(layers: nn.ModuleList) -> tuple[list[list[int]], list[Any]]:
     return calls, [module.register_forward_hook(note(i)) for i, module in enumerate(layers)]
 
 
-@pytest.mark.parametrize("is_trained", [False, True], ids=["untrained", "adapter"])
+@pytest.mark.parametrize("form", [None, "chain", "parallel"])
 @pytest.mark.parametrize("exit_layer", [1, 2, 4])
-def test_every_token_passes_every_layer_once(exit_layer: int, is_trained: bool) -> None:
-    """Counting hooks on the base, added after the Target was built: layers < N run row by row while drafting and never
-    again, layers >= N once a cycle in the verify pass; no prefix is recomputed and the head's block is not counted."""
+def test_every_token_passes_every_layer_once(exit_layer: int, form: str | None) -> None:
+    """Counting hooks on the base, added after the Target was built: layers < N see every token once while drafting (of
+    a chain row by row, of a parallel draft the drafted ones together) and never again, layers >= N once a cycle in the
+    verify pass; no prefix is recomputed and the head's block is not counted. Form None is an untrained exit's chain."""
     target = Target(build_model("llama"))
     prompt, draft_len = prompt_of(9), 3
     head = ExitHead.untrained(target, exit_layer)
-    if is_trained:
-        config = ExitConfig(exit_layer=exit_layer, recall_layers=(exit_layer, 6), num_steps=3, lora_rank=2)
+    if form is not None:
+        recalled, rank = (exit_layer, 6), 4 * (form == "parallel")
+        config = ExitConfig(
+            exit_layer=exit_layer, recall_layers=recalled, form=form, num_steps=3, correction_rank=rank, lora_rank=2
+        )
         head = ExitHead(target, "x", config, build_adapter(target, config))
     calls, handles = count_calls(target.base.model.layers)
     state = new_state(target, prompt, 20)
     cycles = []
-    for _ in decode(target, ChainDrafter(target, head, draft_len), state):
+    for _ in decode(target, DRAFTERS[form or "chain"](target, head, draft_len, 0.0), state):
         cycles.append((state.stats.num_drafted, [list(c) for c in calls]))
         for c in calls:
             c.clear()
@@ -186,7 +190,8 @@ def test_every_token_passes_every_layer_once(exit_layer: int, is_trained: bool) 
     for total, by_layer in cycles[1:]:
         drafted, num_drafted = total - num_drafted, total
         for layer, counted in enumerate(by_layer):
-            assert counted == ([1] * (drafted + 1) if layer < exit_layer else [drafted + 1])
+            shallow = [1, drafted] if form == "parallel" and drafted else [1] * (drafted + 1)
+            assert counted == (shallow if layer < exit_layer else [drafted + 1])
     assert num_drafted > draft_len
     for handle in handles:
         handle.remove()

@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec import verify
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import ChainDrafter, NoDrafter
+from selfspec.drafter import ChainDrafter, NoDrafter, ParallelDrafter
 from selfspec.sampling import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
@@ -219,9 +219,9 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
         config=SimpleNamespace(min_accepted=0.0),
         token_at=lambda place: vocab[place],
         catch_up=lambda *_: None,
-        states=lambda _target, _state, tap, _step: tap,
+        states=lambda _target, _state, tap, steps: tap.expand(1, len(steps), 1),
         chance=lambda tap: 0.3 if int(tap[0, -1, 0]) == 3 else 0.9,
-        logits=lambda tap: Q_LOGITS[int(tap[0, -1, 0])][ids],
+        logits=lambda tap, before: Q_LOGITS[int(tap[0, -1, 0]) if before is None else before][ids],
         token_ids=lambda _: ids,
         narrow=lambda mask: mask,
         positions_of=lambda tokens: (ids[None, :] == tokens.unique()[:, None]).nonzero()[:, 1],
@@ -236,15 +236,19 @@ def through_the_loop(drafter: object, num_tokens: int, **settings: Any) -> Decod
     return state
 
 
-def table_drafter() -> ChainDrafter:
-    return ChainDrafter(TableTarget(), table_exit((0, 2, 3, 4)), 2, min_confidence=0.5)  # type: ignore[arg-type]
+def table_drafter(form: type[ChainDrafter]) -> ChainDrafter:
+    return form(TableTarget(), table_exit((0, 2, 3, 4)), 2, min_confidence=0.5)  # type: ignore[arg-type]
 
 
-def test_transitions_through_the_loop() -> None:
-    """decode with a ChainDrafter under `rejection`, reduced vocabulary, top-k and a stop rule: after each token, those
+FORMS = pytest.mark.parametrize("form", [ChainDrafter, ParallelDrafter])
+
+
+@FORMS
+def test_transitions_through_the_loop(form: type[ChainDrafter]) -> None:
+    """decode under `rejection`, reduced vocabulary, top-k and a stop rule: after each token, those
     that follow it in a text of 10,000 are distributed as the target's (chi-square)."""
     sampling = Sampling(temperature=0.9, top_k=4)
-    state = through_the_loop(table_drafter(), 10_000, sampling=sampling, rule="rejection", seed=1)
+    state = through_the_loop(table_drafter(form), 10_000, sampling=sampling, rule="rejection", seed=1)
     assert 0.3 < state.stats.acceptance_rate < 0.9
     assert min(state.stats.accepted_histogram) > 500  # cycles that accepted none, some and all
     pairs = torch.tensor(state.tokens[:-1]) * VOCAB + torch.tensor(state.tokens[1:])
@@ -253,12 +257,13 @@ def test_transitions_through_the_loop() -> None:
     assert min(chi_square(seen, p) for seen, p in zip(counts, law, strict=True)) > CHI_SQUARE_LEVEL
 
 
-def test_coupled_through_the_loop_is_the_text_without_drafts() -> None:
+@FORMS
+def test_coupled_through_the_loop_is_the_text_without_drafts(form: type[ChainDrafter]) -> None:
     """Under `coupled` 20 seeds give the text of the same seed without drafts, with penalty, top-k and a stop rule."""
     num_accepted = 0
     for seed in range(20):
         settings = {"seed": seed, "sampling": Sampling(temperature=0.9, top_k=4, repetition_penalty=1.3)}
-        state = through_the_loop(table_drafter(), 30, **settings)
+        state = through_the_loop(table_drafter(form), 30, **settings)
         assert state.tokens == through_the_loop(NoDrafter(), 30, **settings).tokens
         num_accepted += state.stats.num_accepted
     assert num_accepted > 60

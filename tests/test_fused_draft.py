@@ -1,4 +1,4 @@
-"""A chain drafted in one kernel call is the chain drafted step by step."""
+"""A draft made in one kernel call is the draft made step by step."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import ChainDrafter
+from selfspec.drafter import ChainDrafter, ParallelDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.fused_draft import FusedDraft
+from selfspec.kernels import dispatch
 from selfspec.target import Target
 from selfspec.verify import Draft
 from tests.conftest import build_model, new_state, prompt_of
@@ -55,8 +56,24 @@ class Stepwise(Watched):
     is_stepwise = True
 
 
-def run(kind: type[Watched], target: Target, head: ExitHead, draft_len: int, num_prompt: int = 9, **settings: object):
-    drafter = kind(target, head, draft_len)
+class WatchedParallel(Watched, ParallelDrafter):
+    pass
+
+
+class StepwiseParallel(Stepwise, ParallelDrafter):
+    pass
+
+
+PARALLEL = {"form": "parallel", "num_steps": 3, "correction_rank": 16}
+
+
+def run(
+    kind: type[Watched], target: Target, head: ExitHead, draft_len: int, num_prompt: int = 9, stop: float = 0.0,
+    **settings: object,
+):  # fmt: skip
+    if head.config.form == "parallel":
+        kind = {Watched: WatchedParallel, Stepwise: StepwiseParallel}[kind]
+    drafter = kind(target, head, draft_len, stop)
     state = new_state(target, prompt_of(num_prompt, vocab_size=192), 40, **settings)
     list(decode(target, drafter, state))
     return drafter, state
@@ -65,8 +82,11 @@ def run(kind: type[Watched], target: Target, head: ExitHead, draft_len: int, num
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("draft_len", [1, 2, 4])
 @pytest.mark.parametrize(
-    "config", [{}, {"recall_layers": (), "num_steps": 1, "draft_vocab": None}], ids=["all", "bare"]
-)
+    "config",
+    [{}, {"recall_layers": (), "num_steps": 1, "draft_vocab": None}, PARALLEL,
+     {"form": "parallel", "recall_layers": (), "draft_vocab": None}],
+    ids=["all", "bare", "parallel", "bare-parallel"],
+)  # fmt: skip
 def test_the_same_drafts_taps_and_lengths(family, draft_len, config, monkeypatch):
     target, head = exit_of(family, **config)
     calls = []
@@ -83,8 +103,20 @@ def test_the_same_drafts_taps_and_lengths(family, draft_len, config, monkeypatch
         assert torch.equal(taps, other_taps)
 
 
-def test_in_bfloat16_the_text_stays_and_drafts_hardly_change():
-    target, head = exit_of(dtype=torch.bfloat16)
+@pytest.mark.parametrize("stop", [0.1, 0.4, 0.7])
+def test_a_parallel_draft_stops_where_it_is_not_sure(stop):
+    """The same lengths as step by step, of every kind."""
+    target, head = exit_of(**PARALLEL)
+    ours, state = run(Watched, target, head, 3, stop=stop)
+    theirs, expected = run(Stepwise, target, head, 3, stop=stop)
+    assert state.tokens == expected.tokens
+    assert [(t, n) for t, _, n in ours.seen] == [(t, n) for t, _, n in theirs.seen]
+    assert len({len(tokens) for tokens, _, _ in ours.seen}) > 1
+
+
+@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+def test_in_bfloat16_the_text_stays_and_drafts_hardly_change(config):
+    target, head = exit_of(dtype=torch.bfloat16, **config)
     ours, state = run(Watched, target, head, 2)
     theirs, expected = run(Stepwise, target, head, 2)
     assert state.tokens == expected.tokens
@@ -92,9 +124,10 @@ def test_in_bfloat16_the_text_stays_and_drafts_hardly_change():
     assert sum(same) >= 0.9 * len(same)
 
 
+@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
 @pytest.mark.parametrize("draft_len", [1, 3])
-def test_two_threads_draft_the_same(draft_len):
-    target, head = exit_of()
+def test_two_threads_draft_the_same(draft_len, config):
+    target, head = exit_of(**config)
     one, _ = run(Watched, target, head, draft_len)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -105,8 +138,9 @@ def test_two_threads_draft_the_same(draft_len):
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(one.seen, two.seen, strict=True))
 
 
-def test_a_chain_ends_behind_an_end_of_text():
-    target, head = exit_of()
+@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+def test_a_draft_ends_behind_an_end_of_text(config):
+    target, head = exit_of(**config)
     plain, _ = run(Watched, target, head, 4)
     end = next(tokens[1] for tokens, _, _ in plain.seen)  # some draft's second token
     for kind in (Watched, Stepwise):
@@ -116,8 +150,9 @@ def test_a_chain_ends_behind_an_end_of_text():
     assert [(t, n) for t, _, n in ours] == [(t, n) for t, _, n in theirs]
 
 
-def test_logits_that_are_not_finite_end_drafting_and_change_no_text():
-    target, head = exit_of()
+@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+def test_logits_that_are_not_finite_end_drafting_and_change_no_text(config):
+    target, head = exit_of(**config)
     _, expected = run(Stepwise, target, head, 2)
     head.head.output.weight[5, 3] = float("nan")
     drafter, state = run(Watched, target, head, 2)
@@ -128,7 +163,8 @@ def test_logits_that_are_not_finite_end_drafting_and_change_no_text():
 
 def test_what_is_not_plainly_greedy_goes_step_by_step(monkeypatch):
     target, head = exit_of()
-    monkeypatch.setattr(FusedDraft, "draft", lambda *_: pytest.fail("called"))
+    kernel = dispatch.cpu_draft(target.device).DraftCall
+    monkeypatch.setattr(kernel, "__call__", lambda *_: pytest.fail("called"))
     state = new_state(target, prompt_of(9, vocab_size=192), 12, min_length=30)
     list(decode(target, ChainDrafter(target, head, 2), state))
     list(decode(target, ChainDrafter(target, head, 2, 0.1), new_state(target, prompt_of(9, vocab_size=192), 12)))

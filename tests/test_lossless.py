@@ -252,7 +252,7 @@ def test_drafting_pauses_where_it_does_not_pay() -> None:
     head = ExitHead.untrained(target, 1)
     wrong = torch.full((target.vocab_size,), -1.0)
     wrong[2] = 1.0  # an id that AR's text does not have
-    head.logits = lambda _: wrong  # type: ignore[method-assign]
+    head.logits = lambda *_: wrong  # type: ignore[method-assign]
     text = autoregressive(target, PROMPT, 120)
     assert 2 not in text[10:]
     state = generate(target, ChainDrafter(target, head, 1), PROMPT, 120)
@@ -283,7 +283,9 @@ def test_non_finite_exit_logits_stop_drafting(bad: float) -> None:
         head, calls = ExitHead.untrained(target, 2), []
         whole = head.logits
 
-        def broken(normed: Tensor, calls: list[int] = calls, whole: Any = whole, num_good: int = num_good) -> Tensor:
+        def broken(
+            normed: Tensor, *_: Any, calls: list[int] = calls, whole: Any = whole, num_good: int = num_good
+        ) -> Tensor:
             calls.append(1)
             return whole(normed) if len(calls) <= num_good else whole(normed) * 0 + bad
 

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from selfspec import EarlyExitModel
-from selfspec.drafter import ChainDrafter
+from selfspec.drafter import ChainDrafter, ParallelDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.storage import SIDECAR, WEIGHTS, ExitMismatchError, fingerprint, load_exits, save_exit
@@ -22,15 +22,15 @@ CONFIG = ExitConfig(
 )
 
 
-def trained_exit(target: Target, name: str = "small") -> ExitHead:
+def trained_exit(target: Target, name: str = "small", config: ExitConfig = CONFIG) -> ExitHead:
     """An exit with random values in every trained tensor."""
-    adapter = build_adapter(target, CONFIG)
+    adapter = build_adapter(target, config)
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in adapter.parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn_like(parameter).mul(0.1).bfloat16())
-    return ExitHead(target, name, CONFIG, adapter)
+    return ExitHead(target, name, config, adapter)
 
 
 @pytest.fixture
@@ -53,6 +53,23 @@ def test_a_saved_exit_drafts_the_same_tokens(folder):
     assert after.tokens == before.tokens
     assert after.stats.accepted_histogram == before.stats.accepted_histogram
     assert loaded.metadata["metrics"] == {"speedup": 1.5}
+
+
+def test_a_saved_parallel_exit_drafts_the_same_tokens(tmp_path):
+    """Its correction comes back, and without being asked it drafts in its own form."""
+    target, prompt = target_of("llama"), torch.tensor([prompt_of(9)])
+    config = CONFIG.model_copy(update={"form": "parallel", "correction_rank": 8, "draft_len": 3})
+    made = trained_exit(target, "made", config)
+    save_exit(made, target, tmp_path / "made")
+    loaded = load_exits(target, tmp_path / "made")["made"]
+    assert torch.equal(loaded.correction.after.weight, made.correction.after.weight)
+    before, after = (
+        EarlyExitModel(target, {"made": exit_head}).generate(prompt, max_new_tokens=24) for exit_head in (made, loaded)
+    )
+    assert after.sequences.tolist() == before.sequences.tolist()
+    assert after.stats.accepted_histogram == before.stats.accepted_histogram
+    drafter, _ = EarlyExitModel(target, {"made": loaded}).prepare(prompt)
+    assert isinstance(drafter, ParallelDrafter)
 
 
 def test_only_the_exit_is_written_and_a_bare_target_refuses_it(folder):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from selfspec.cache import KVCache
 from selfspec.config import config_names
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import ChainDrafter, Guess
+from selfspec.drafter import DRAFTERS, Guess
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.files import locked
 from selfspec.target import Target
@@ -25,7 +25,7 @@ from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import claim, halve, record, split, train_on_rows
 from selfspec.training.scores import score_rows
-from selfspec.training.states import collect, draw_steps, fit_ridge
+from selfspec.training.states import Batch, collect, draw_steps, fit_ridge
 from selfspec.training.student import Student
 from selfspec.training.trainer import BEST_FILE, ExitTrainer, KeepBest
 
@@ -75,20 +75,24 @@ def settings(folder: Path, **overrides: object) -> TrainConfig:
     return TrainConfig(**{**values, **overrides})
 
 
-@pytest.mark.parametrize("family", ["llama", "granite"])
-def test_decoding_computes_the_training_graph(family: str) -> None:
+@pytest.mark.parametrize("form", ["chain", "parallel"])
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+def test_decoding_computes_the_training_graph(family: str, form: str) -> None:
     """Every logit drawn from in a real decode equals the training graph's, for the draft steps that decode took.
 
     Drafts are the greedy text with errors planted, so that cycles accept none, some and all.
     """
     extra = {"logits_scaling": 4.0, "attention_multiplier": 0.3} if family == "granite" else {}
     target = Target(build(family, **extra))
-    config = ExitConfig(exit_layer=1, recall_layers=(2, 4), num_steps=3, draft_vocab=tuple(range(3, 60)), lora_rank=4)
+    config = ExitConfig(
+        exit_layer=1, recall_layers=(2, 4), form=form, num_steps=3, correction_rank=8 * (form == "parallel"),
+        draft_vocab=tuple(range(3, 60)), lora_rank=4,
+    )  # fmt: skip
     adapter = build_adapter(target, config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in adapter.named_parameters():
-            if parameter.requires_grad and ("lora" in name or "bridge" in name):
+            if parameter.requires_grad and any(part in name for part in ("lora", "bridge", "correction")):
                 parameter.normal_(0.0, 0.1, generator=generator)
     head = ExitHead(target, "exit", config, adapter)
     prompt = [1, 5, 9, 17, 33]
@@ -100,11 +104,12 @@ def test_decoding_computes_the_training_graph(family: str) -> None:
     is_wrong = {12, 17, 19}  # positions whose drafts are wrong
     seen: list[tuple[int, int, torch.Tensor]] = []  # position, step, logits
 
-    class Scripted(ChainDrafter):
+    class Scripted(DRAFTERS[form]):  # type: ignore[misc]
         is_stepwise = True
 
         def guess(self, normed: torch.Tensor, state: DecodeState, drafted: list[int]) -> Guess:
-            position, logits = len(state.tokens) + len(drafted), self.exit_head.logits(normed)
+            before = drafted[-1] if drafted else None
+            position, logits = len(state.tokens) + len(drafted), self.exit_head.logits(normed, before)
             if not is_wrong & set(range(len(state.tokens), position)):
                 seen.append((position - 1, len(drafted) + 1, logits))
             return Guess((ids[position] + (position in is_wrong)) % VOCAB, logits, None)
@@ -117,18 +122,26 @@ def test_decoding_computes_the_training_graph(family: str) -> None:
     assert state.tokens == ids[:30]
     assert all(state.stats.accepted_histogram[n] for n in (0, 1, 2, 3))
 
-    student = Student(target, adapter, head.vocab_ids)
-    taps = _states(target, ids, 1)[None]
-    recalls = torch.cat([_states(target, ids, n) for n in (2, 4)], dim=-1)[None]
+    student = Student(target, adapter, head.vocab_ids, form == "parallel")
+    batch = _whole_batch(target, ids, 1, (2, 4))
     steps = torch.ones(1, len(ids), dtype=torch.long)  # whose map last wrote a position's keys and values
     for position, step, logits in seen:
         steps[0, position:] = 1
         steps[0, position] = step
-        size = position + 1
         with torch.no_grad():
-            expected = student.head(student(taps[:, :size], recalls[:, :size], steps[:, :size])[0, -1:])[0]
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+            guesses = student(batch, steps)
+            which = (guesses.places == position) & (guesses.steps == step)
+            expected = student.logits(guesses, batch)[which]
+        torch.testing.assert_close(logits[None], expected, atol=1e-4, rtol=1e-4)
     assert {step for _, step, _ in seen} == {1, 2, 3}
+
+
+def _whole_batch(target: Target, ids: list[int], exit_layer: int, recalled: tuple[int, ...]) -> Batch:
+    """A text as one row whose every position is scored."""
+    recalls, none = torch.cat([_states(target, ids, n) for n in recalled], dim=-1)[None], torch.empty(0)
+    is_scored = torch.ones(1, len(ids), dtype=torch.bool)
+    taps = _states(target, ids, exit_layer)[None]
+    return Batch(taps, recalls, torch.tensor([len(ids)]), is_scored, none, none, none, torch.tensor(ids))
 
 
 def _states(target: Target, ids: list[int], layer: int) -> torch.Tensor:
@@ -209,12 +222,27 @@ def test_ridge_recovers_a_linear_map() -> None:
     target = Target(build())
     config = ExitConfig(exit_layer=1, recall_layers=(2,), num_steps=2)
     states = collect(target, config, written_rows(target.base, 30))
-    (weight, bias), (weight_2, _) = fit_ridge(states, 2, 1e-4, 10**6)
+    (weight, bias), (weight_2, _) = fit_ridge(states, config, 1e-4, 10**6)
     inputs = torch.cat([torch.cat([s.taps[2:], s.recalls[1:-1]], -1) for s in states if s.recalls is not None]).float()
     wanted = torch.cat([s.wanted[2:] for s in states]).float()
     explained = 1 - (inputs @ weight.T + bias - wanted).var() / wanted.var()
     assert explained > 0.3
     assert not torch.allclose(weight, weight_2)
+
+
+def test_the_closed_form_of_a_parallel_step_reads_an_earlier_tap() -> None:
+    """Step 2 aims at the state behind the last token, from that token's tap and what lies before it."""
+    target = Target(build())
+    config = ExitConfig(exit_layer=1, recall_layers=(2,), num_steps=2, form="parallel")
+    states = collect(target, config, written_rows(target.base, 30))
+    weight, bias = fit_ridge(states, config, 1e-4, 10**6)[1]
+    inputs = torch.cat([torch.cat([s.taps[2:-1], s.recalls[1:-2]], -1) for s in states if s.recalls is not None])
+    wanted = torch.cat([s.wanted[3:] for s in states]).float()
+    residual = inputs.float() @ weight.T + bias - wanted
+    torch.testing.assert_close(residual.mean(0), torch.zeros(residual.shape[1]), atol=1e-4, rtol=0)
+    centred = inputs.float() - inputs.float().mean(0)
+    left = 1e-4 * centred.var(0, unbiased=False).mean() * weight.T  # by ridge regression, of what the inputs explain
+    torch.testing.assert_close(centred.T @ residual / -len(residual), left, atol=1e-5, rtol=0.05)
 
 
 def test_row_states_do_not_depend_on_their_batch() -> None:

@@ -10,7 +10,7 @@ from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import num_rows_for
 from selfspec.training.losses import overlap
-from selfspec.training.states import RowStates, draw_steps, make_batch
+from selfspec.training.states import RowStates, make_batch
 from selfspec.training.student import Student
 
 CONFIDENCE_TOKENS = 20_000  # training tokens that the confidence is fitted on
@@ -49,13 +49,13 @@ def _confidence_data(student: Student, states: Sequence[RowStates], config: Trai
     for group in batches_of([row.num_tokens for row in states], config.batch_tokens):
         rows = [states[i] for i in group]
         batch = make_batch(rows, student.target.device, torch.float32)
-        steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], config.num_steps, generator)
-        normed = student(batch.taps, batch.recalls, steps.to(batch.taps.device))[batch.is_scored]
-        logits = student.head(normed)
+        guesses = student(batch, student.draw_steps(batch, generator))
+        logits, places = student.logits(guesses, batch), guesses.places
         is_sampled = torch.cat([torch.full((len(r.argmaxes),), r.temperature > 0) for r in rows]).to(logits.device)
-        shared = overlap(logits, student.teacher.probs(batch)).clamp(0, 1)
-        features.append(normed)
-        targets.append(torch.where(is_sampled, shared, (student.guess(logits) == batch.argmaxes).float()))
+        shared = overlap(logits, student.teacher.probs(batch)[places]).clamp(0, 1)
+        is_right = student.guess(logits) == batch.argmaxes[places]
+        features.append(guesses.normed)
+        targets.append(torch.where(is_sampled[places], shared, is_right.float()))
     return torch.cat(features), torch.cat(targets)
 
 

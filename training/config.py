@@ -5,7 +5,7 @@ import os
 from pydantic import BaseModel, ConfigDict, Field
 
 from selfspec.config import load_config
-from selfspec.exits import ExitConfig
+from selfspec.exits import ExitConfig, Form
 from selfspec.storage import NAME
 
 
@@ -32,7 +32,9 @@ class TrainConfig(BaseModel):
     exit: str = Field(default="exit", pattern=f"^{NAME.pattern}$")  # its name, and its folder's
     exit_layer: int = Field(default=1, ge=0)
     recall_layers: tuple[int, ...] | None = None  # None: a third, two thirds and all of the layers
+    form: Form = "chain"  # of the draft: each token fed with the one before, or all from one pass
     num_steps: int = Field(default=3, ge=1)
+    correction_rank: int = Field(default=0, ge=0)  # of the bias by the token drafted before; 0: none
     draft_vocab_size: int | None = Field(default=8192, ge=1)  # None: the whole vocabulary
     draft_len: int | None = Field(default=None, ge=1)  # None: chosen with min_confidence from costs measured at the end
     min_confidence: float | None = Field(default=None, ge=0, le=1)
@@ -66,7 +68,8 @@ class TrainConfig(BaseModel):
             recall = tuple(sorted({max(1, round(num_layers * i / 3)) for i in (1, 2, 3)} | {num_layers}))
             recall = tuple(layer for layer in recall if layer >= self.exit_layer)
         return ExitConfig(
-            exit_layer=self.exit_layer, recall_layers=recall, num_steps=self.num_steps, draft_vocab=draft_vocab,
+            exit_layer=self.exit_layer, recall_layers=recall, form=self.form, num_steps=self.num_steps,
+            correction_rank=self.correction_rank, draft_vocab=draft_vocab,
             lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, draft_len=self.draft_len or 2,
             min_confidence=self.min_confidence or 0.0,
         )  # fmt: skip

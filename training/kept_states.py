@@ -1,8 +1,8 @@
 """Teacher states kept on disk: an interrupted pass goes on, later data costs only its own pass, runs share them.
 
-A file holds the rows that were made together; for row i the tensors `i.taps`, `i.recalls`, ... of `RowStates`, for all
-of them `answer_starts` and `temperatures`, and in its metadata what tells each row, so that a row is found whatever
-rows were made beside it.
+A file holds the rows that were made together; for row i the tensors `i.taps`, `i.recalls`, ... of `RowStates` (but its
+tokens, which the row has), for all of them `answer_starts` and `temperatures`, and in its metadata what tells each row,
+so that a row is found whatever rows were made beside it.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from selfspec.exits import ExitConfig
 from selfspec.files import write_atomically
 from selfspec.target import Target
 from selfspec.training.data import Row
-from selfspec.training.states import RowStates, collect
+from selfspec.training.states import RowStates, collect, scored_tokens
 from selfspec.training.workers import in_order
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,12 @@ class KeptStates:
     def find(self, rows: Sequence[Row]) -> list[RowStates | None]:
         """The states of ``rows``, None for those that are not kept."""
         names = [self._name(row) for row in rows]
-        wanted, found = set(names), dict[str, RowStates]()
+        wanted, found = dict(zip(names, rows, strict=True)), dict[str, RowStates]()
         for path in sorted(self.folder.glob("states-*.safetensors")):
             held = _names(path)
-            if not wanted.isdisjoint(held):
-                found.update((n, s) for n, s in zip(held, _states(load_file(path)), strict=True) if n in wanted)
+            if not wanted.keys().isdisjoint(held):
+                states = _load(path, [wanted.get(name) for name in held])
+                found.update((n, s) for n, s in zip(held, states, strict=True) if s is not None)
         return [found.get(name) for name in names]
 
     def _name(self, row: Row) -> str:
@@ -72,7 +73,7 @@ def collect_cached(
     parts = [missing[start : start + chunk] for start in range(0, len(missing), chunk)]
     made = in_order(target.base, _collect, [(kept, [rows[i] for i in part]) for part in parts], num_workers)
     for part, path in zip(parts, track(made, description="teacher pass", total=len(parts)), strict=True):
-        for i, state in zip(part, _states(load_file(path)), strict=True):
+        for i, state in zip(part, _load(path, [rows[i] for i in part]), strict=True):
             states[i] = state
     return [state for state in states if state is not None]
 
@@ -94,19 +95,25 @@ def _names(path: Path) -> list[str]:
 
 
 def _tensors(states: Sequence[RowStates]) -> dict[str, Tensor]:
-    tensors = {f"{i}.{n}": v for i, s in enumerate(states) for n, v in vars(s).items() if isinstance(v, Tensor)}
+    fields = [(i, n, v) for i, s in enumerate(states) for n, v in vars(s).items() if n != "tokens"]
+    tensors = {f"{i}.{n}": v for i, n, v in fields if isinstance(v, Tensor)}
     tensors["answer_starts"] = torch.tensor([s.answer_start for s in states])
     tensors["temperatures"] = torch.tensor([s.temperature for s in states], dtype=torch.float64)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _states(tensors: dict[str, Tensor]) -> list[RowStates]:
+def _load(path: Path, rows: Sequence[Row | None]) -> list[RowStates | None]:
+    """The states in ``path``, whose rows are ``rows``; None for None."""
+    tensors = load_file(path)
     starts, temperatures = tensors.pop("answer_starts").tolist(), tensors.pop("temperatures").tolist()
-    rows: list[dict[str, Tensor]] = [{} for _ in starts]
+    held: list[dict[str, Tensor]] = [{} for _ in starts]
     for name, tensor in tensors.items():
         index, field = name.split(".")
-        rows[int(index)][field] = tensor
+        held[int(index)][field] = tensor
     return [
-        RowStates(recalls=row.pop("recalls", None), answer_start=start, temperature=temperature, **row)
-        for row, start, temperature in zip(rows, starts, temperatures, strict=True)
-    ]
+        None if row is None else RowStates(
+            recalls=fields.pop("recalls", None), answer_start=start, temperature=temperature,
+            tokens=scored_tokens(row), **fields,
+        )
+        for row, fields, start, temperature in zip(rows, held, starts, temperatures, strict=True)
+    ]  # fmt: skip

@@ -14,9 +14,14 @@ STOPS = tuple(i / 20 for i in range(13))  # 0, .05, ... .6
 class Costs:
     """Times in units of an ordinary pass over one row."""
 
-    draft_step: float
+    draft_step: float  # of a chain
     rows: tuple[float, ...]  # of a pass over 1, 2, ... rows; the first is 1
     is_padded: bool = False  # passes are padded to one width, as exact mode needs where rows are not exact as they come
+    drafts: tuple[float, ...] = ()  # of whole parallel drafts of 1, 2, ... tokens; none: it is a chain
+
+    def draft(self, draft_len: int, num_steps: int) -> float:
+        """A draft of at most ``draft_len`` tokens that took ``num_steps`` steps; a parallel one takes all at once."""
+        return self.drafts[draft_len - 1] if self.drafts else self.draft_step * num_steps
 
     def verify(self, draft_len: int, num_drafted: int) -> float:
         """A verify pass over ``num_drafted`` drafts of at most ``draft_len``."""
@@ -44,7 +49,7 @@ def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confide
     """
     walks = [walk_cycles(row, draft_len, min_confidence) for row in rows]
     time = sum(
-        costs.draft_step * steps + costs.verify(draft_len, drafted)
+        costs.draft(draft_len, steps) + costs.verify(draft_len, drafted)
         for walk in walks
         for steps, drafted in zip(walk.num_steps, walk.num_drafted, strict=True)
     )

@@ -88,9 +88,9 @@ def train_on_rows(
     choosing, judging = halve(held_out, config.eval_tokens)
     states = collect_cached(target, kept, train_rows, num_workers=workers)
     adapter = build_adapter(target, exit_config)
-    start_from_ridge(adapter, fit_ridge(states, exit_config.num_steps, config.ridge, config.ridge_tokens))
+    start_from_ridge(adapter, fit_ridge(states, exit_config, config.ridge, config.ridge_tokens))
     vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
-    student = Student(target, adapter, vocab_ids)
+    student = Student(target, adapter, vocab_ids, exit_config.form == "parallel")
     summary = {
         "config": config.model_dump(mode="json"),
         "num_rows": len(train_rows),
@@ -150,9 +150,11 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
     found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
     rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
+    lengths = range(1, exit_config.num_steps + 1) if exit_config.form == "parallel" else ()
     return Costs(
-        round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use
-    )
+        round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use,
+        tuple(round(found[f"draft_{k}_ms"] / found["pass_1_ms"], 4) for k in lengths),
+    )  # fmt: skip
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:

@@ -39,7 +39,7 @@ class Scores:
 
 @torch.no_grad()
 def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Scores:
-    """Every draft step j at every answer position: the whole row goes through the map of j."""
+    """Every draft step j at every answer position."""
     num_steps = config.num_steps
     loss, count = 0.0, 0
     hits, mass = [0] * num_steps, [0.0] * num_steps
@@ -50,12 +50,10 @@ def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfi
         batch = make_batch(rows, student.target.device, torch.float32)
         probs = student.teacher.probs(batch)
         right, chances = [], []
-        for j in range(1, num_steps + 1):
-            steps = torch.full(batch.taps.shape[:2], j, device=batch.taps.device)
-            normed = student(batch.taps, batch.recalls, steps)[batch.is_scored]
-            logits = student.head(normed)
+        for j, guesses in enumerate(student.each_step(batch, num_steps), start=1):
+            logits = student.logits(guesses, batch)
             right.append(student.guess(logits) == batch.argmaxes)
-            chances.append(confidence(normed)[:, 0].sigmoid())
+            chances.append(confidence(guesses.normed)[:, 0].sigmoid())
             hits[j - 1] += int(right[-1].sum())
             mass[j - 1] += float(overlap(logits, probs).sum())
             if j == 1:

@@ -35,6 +35,7 @@ class RowStates:
     log_sums: Tensor  # [A], log of the sum of exp(logits) over the whole vocabulary
     argmaxes: Tensor  # [A], the target's most probable tokens
     temperature: float
+    tokens: Tensor  # [A], what stands at the positions that carry the loss
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +54,7 @@ class Batch:
     finals: Tensor  # [A, D]
     log_sums: Tensor  # [A]
     argmaxes: Tensor  # [A]
+    tokens: Tensor  # [A], at the scored positions
 
 
 def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_size: int) -> tuple[int, ...] | None:
@@ -106,7 +108,13 @@ def row_states(
         log_sums=log_sums.clone().cpu(),
         argmaxes=argmaxes.clone().cpu(),
         temperature=row.temperature,
+        tokens=scored_tokens(row),
     )
+
+
+def scored_tokens(row: Row) -> Tensor:
+    """The tokens [A] at the positions that carry the loss: from the prompt's last one on."""
+    return torch.from_numpy(row.ids[row.answer_start - 1 : -1]).long()
 
 
 def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,20 +128,21 @@ def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def fit_ridge(
-    states: Sequence[RowStates], num_steps: int, strength: float, max_tokens: int
+    states: Sequence[RowStates], config: ExitConfig, strength: float, max_tokens: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Weight and bias of the closed-form bridge map of every draft step, from the first ``max_tokens`` tokens."""
     hidden_size = states[0].taps.shape[1]
     recalled = 0 if states[0].recalls is None else states[0].recalls.shape[1]
     solutions = []
-    for j in range(1, (num_steps if recalled else 1) + 1):
+    for j in range(1, config.num_maps + 1):
+        behind = j - 1 if config.form == "parallel" else 0  # of the tap that is read
         accumulator, used = RidgeAccumulator(hidden_size + recalled, hidden_size), 0
         for begin in range(0, len(states), RIDGE_ROWS):
             inputs, wanted = [], []
             for row in states[begin : begin + RIDGE_ROWS]:
                 # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
-                first = j + 1 if recalled else 1
-                parts = [row.taps[first:]]
+                first = j + 1 if recalled else 1 + behind
+                parts = [row.taps[first - behind : row.num_tokens - behind]]
                 if row.recalls is not None:
                     parts.append(row.recalls[first - j : row.num_tokens - j])
                 inputs.append(torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)])
@@ -168,6 +177,7 @@ def make_batch(rows: Sequence[RowStates], device: torch.device, dtype: torch.dty
         finals=torch.cat([row.finals for row in rows]).to(device, dtype),
         log_sums=torch.cat([row.log_sums for row in rows]).to(device),
         argmaxes=torch.cat([row.argmaxes for row in rows]).to(device),
+        tokens=torch.cat([row.tokens for row in rows]).to(device),
     )
 
 

@@ -1,46 +1,91 @@
-"""The training graph of an exit: the same parts that decode, over whole rows."""
+"""The training graph of an exit: the same parts that decode, over whole rows.
+
+Shapes: B rows, S positions, A of them carry the loss, J draft steps, G guesses, D hidden, V_d drafted vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from selfspec.exits import active, unwrap
+from selfspec.exits import active, places_among, unwrap
 from selfspec.target import Target
-from selfspec.training.states import StudentHead, Teacher, recall_back
+from selfspec.training.states import Batch, StudentHead, Teacher, draw_steps, recall_back
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What an exit makes of a batch."""
+
+    normed: Tensor  # [G, D]
+    steps: Tensor  # [G], the draft step of each, from 1
+    places: Tensor  # [G], which of the A positions each is for
 
 
 class Student(nn.Module):
-    """The training graph of an exit: bridge maps chosen by each position's draft step, block, exit norm."""
+    """The training graph of an exit: bridge maps chosen by draft step, block, exit norm."""
 
     target: Target
     head: StudentHead
     teacher: Teacher
     vocab_ids: Tensor | None
 
-    def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None) -> None:
+    def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None, is_parallel: bool = False) -> None:
         super().__init__()
-        self.adapter = adapter
+        self.adapter, self.is_parallel = adapter, is_parallel
         self.__dict__["target"] = target  # not a submodule: nothing of it is trained or saved
         self.__dict__["head"] = StudentHead(target, vocab_ids)
         self.__dict__["vocab_ids"] = vocab_ids
         self.__dict__["teacher"] = Teacher(target, vocab_ids)
 
-    def forward(self, taps: Tensor, recalls: Tensor | None, steps: Tensor) -> Tensor:
-        """Normed states [B, S, D]; ``recalls`` [B, S, nD] at their own positions, ``steps`` [B, S] from 1."""
-        module = unwrap(self.adapter)
-        maps = active(module.bridge).maps
-        if recalls is None:
-            return module(self.target, maps[0](taps))
-        inputs = torch.cat([taps, recall_back(recalls, steps)], dim=-1)  # [B, S, (1 + n) D]
-        which = steps.clamp(max=len(maps))
-        bridged = taps.new_zeros(taps.shape)
-        for j, linear in enumerate(maps, start=1):
-            chosen = which == j
-            bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]))
-        return module(self.target, bridged)
+    def forward(self, batch: Batch, steps: Tensor | None = None) -> Guesses:
+        """A chain guesses once at each position, at the draft ``steps`` [B, S]; a parallel draft at all its steps."""
+        if self.is_parallel:
+            normed = self._parallel(batch)[:, batch.is_scored]  # [J, A, D]
+            numbers = torch.arange(1, len(normed) + 1, device=normed.device)
+            places = torch.arange(normed.shape[1], device=normed.device)
+            return Guesses(normed.flatten(0, 1), numbers.repeat_interleave(len(places)), places.repeat(len(normed)))
+        assert steps is not None
+        normed = self._chain(batch.taps, batch.recalls, steps)[batch.is_scored]
+        return Guesses(normed, steps[batch.is_scored], torch.arange(len(normed), device=normed.device))
+
+    def each_step(self, batch: Batch, num_steps: int) -> Iterator[Guesses]:
+        """The guesses of draft step 1, of step 2, ... at every position."""
+        if self.is_parallel:
+            whole = self(batch)
+            for step in range(1, num_steps + 1):
+                chosen = whole.steps == min(step, self.num_maps)
+                yield Guesses(whole.normed[chosen], whole.steps[chosen], whole.places[chosen])
+        else:
+            for step in range(1, num_steps + 1):
+                yield self(batch, torch.full(batch.taps.shape[:2], step, device=batch.taps.device))
+
+    def draw_steps(self, batch: Batch, generator: torch.Generator) -> Tensor | None:
+        """Draft steps [B, S] for `forward`, runs 1, 2, ... of random length, as cycles are; None if parallel."""
+        if self.is_parallel:
+            return None
+        lengths, size = batch.lengths.tolist(), batch.taps.shape[1]
+        return draw_steps(lengths, size, self.num_maps, generator).to(batch.taps.device)
+
+    @property
+    def num_maps(self) -> int:
+        """Bridge maps, one a draft step."""
+        return len(active(unwrap(self.adapter).bridge).maps)
+
+    def logits(self, guesses: Guesses, batch: Batch) -> Tensor:
+        """Logits [G, V_d] in float32, each behind the token that stands before it."""
+        logits, correction = self.head(guesses.normed), unwrap(self.adapter).correction
+        if correction is None:
+            return logits
+        is_behind = guesses.steps > 1  # step 1 follows no draft
+        tokens = batch.tokens[guesses.places[is_behind]]
+        biases = active(correction)(places_among(self.vocab_ids, tokens))
+        return logits.index_add(0, is_behind.nonzero()[:, 0], biases.to(logits.dtype))
 
     def guess(self, logits: Tensor) -> Tensor:
-        """The exit's most probable token ids [A], from logits [A, V_d]."""
+        """The exit's most probable token ids [G], from logits [G, V_d]."""
         best = logits.argmax(-1)
         return best if self.vocab_ids is None else self.vocab_ids[best]
 
@@ -56,3 +101,36 @@ class Student(nn.Module):
         with torch.no_grad():
             for name, value in state.items():
                 own[name].copy_(value)
+
+    def _chain(self, taps: Tensor, recalls: Tensor | None, steps: Tensor) -> Tensor:
+        """Normed states [B, S, D]; ``recalls`` [B, S, nD] at their own positions, ``steps`` [B, S] from 1."""
+        module = unwrap(self.adapter)
+        maps = active(module.bridge).maps
+        if recalls is None:
+            return module(self.target, maps[0](taps))
+        inputs = torch.cat([taps, recall_back(recalls, steps)], dim=-1)  # [B, S, (1 + n) D]
+        which = steps.clamp(max=len(maps))
+        bridged = taps.new_zeros(taps.shape)
+        for j, linear in enumerate(maps, start=1):
+            chosen = which == j
+            bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]))
+        return module(self.target, bridged)
+
+    def _parallel(self, batch: Batch) -> Tensor:
+        """Normed states [J, B, S, D] of every step j at the position that it guesses from, j - 1 behind its tap.
+
+        The rows form a tree: step 1 of all positions a chain, step j behind step j - 1 of the same tap, so that each
+        sees the text up to its tap and the rows of its own draft, as decoding has it.
+        """
+        inputs, size = batch.taps, batch.taps.shape[1]
+        if batch.recalls is not None:
+            steps = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+            inputs = torch.cat([inputs, recall_back(batch.recalls, steps)], dim=-1)
+        module = unwrap(self.adapter)
+        maps = active(module.bridge).maps
+        parents = [0, *range(len(maps) * size - 1)]
+        parents[size:] = range((len(maps) - 1) * size)
+        bridged = torch.cat([linear(inputs) for linear in maps], dim=1)  # [B, J S, D]
+        normed = module(self.target, bridged, parents).unflatten(1, (len(maps), size))
+        positions = torch.arange(size, device=inputs.device)
+        return torch.stack([normed[:, j, (positions - j).clamp(min=0)] for j in range(len(maps))])

@@ -21,7 +21,7 @@ from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import Metrics, overlap, soft_cross_entropy
 from selfspec.training.scores import evaluate
-from selfspec.training.states import Batch, RowStates, draw_steps, make_batch
+from selfspec.training.states import Batch, RowStates, make_batch
 from selfspec.training.stopping import StopRequests
 from selfspec.training.student import Student
 
@@ -136,15 +136,12 @@ class ExitTrainer(Trainer):
         """Soft cross-entropy at the answer positions, steps weighted by step_decay ** (j - 1)."""
         batch: Batch = inputs["batch"]
         student = self.accelerator.unwrap_model(model)
-        num_maps = self.config.num_steps if batch.recalls is not None else 1
-        steps = draw_steps(batch.lengths.tolist(), batch.taps.shape[1], num_maps, self.generator).to(batch.taps.device)
-        normed = model(batch.taps, batch.recalls, steps)[batch.is_scored]  # [A, D]
-        logits, probs = student.head(normed), student.teacher.probs(batch)
-        scored_steps = steps[batch.is_scored]
-        loss = soft_cross_entropy(logits, probs, self.config.step_decay ** (scored_steps - 1.0))
+        guesses = model(batch, student.draw_steps(batch, self.generator))
+        logits, probs = student.logits(guesses, batch), student.teacher.probs(batch)[guesses.places]
+        loss = soft_cross_entropy(logits, probs, self.config.step_decay ** (guesses.steps - 1.0))
         if self.state.global_step % self.args.logging_steps == 0:
-            first = scored_steps == 1
-            right = (student.guess(logits.detach()) == batch.argmaxes).float()
+            first = guesses.steps == 1
+            right = (student.guess(logits.detach()) == batch.argmaxes[guesses.places]).float()
             self.log_extra = {
                 "agreement": right[first].mean().item(),
                 "accepted_mass": overlap(logits.detach()[first], probs[first]).mean().item(),
