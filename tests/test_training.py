@@ -3,6 +3,7 @@
 import hashlib
 import operator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,11 +22,11 @@ from selfspec.training.confidence import fit_logistic
 from selfspec.training.config import TrainConfig, load_train_config
 from selfspec.training.data import Row
 from selfspec.training.kept_states import KeptStates, collect_cached
-from selfspec.training.losses import RowScores, soft_cross_entropy, walk_cycles
+from selfspec.training.losses import LOSSES, RowScores, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import claim, halve, record, split, train_on_rows
 from selfspec.training.scores import score_rows
-from selfspec.training.states import Batch, collect, draw_steps, fit_ridge
+from selfspec.training.states import Batch, collect, draw_steps, fit_ridge, make_batch
 from selfspec.training.student import Student
 from selfspec.training.trainer import BEST_FILE, ExitTrainer, KeepBest
 
@@ -264,11 +265,53 @@ def test_steps_are_runs_from_one() -> None:
     assert ((change == 1) | (steps[:, 1:] == 1)).all()
 
 
-def test_soft_cross_entropy_is_the_formula() -> None:
-    logits, probs = torch.randn(5, 7), torch.rand(5, 7) / 10
-    weights = torch.rand(5)
-    expected = (-(probs * logits.log_softmax(-1)).sum(-1) * weights).sum() / weights.sum()
-    torch.testing.assert_close(soft_cross_entropy(logits, probs, weights), expected)
+def test_losses_are_their_formulas() -> None:
+    """In float64, p short of a whole; all but the cross-entropy vanish where q is p, and fall on the way there."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    p = torch.rand(5, 7, generator=generator, dtype=torch.float64) / 10
+    q = logits.softmax(-1)
+    accepted = torch.minimum(p, q).sum(-1)
+    forward, weight = (p * (p / q).log()).sum(-1), torch.exp(-3 * accepted.detach())
+    expected = {
+        "cross_entropy": -(p * q.log()).sum(-1), "kl": forward, "reverse_kl": (q * (q / p).log()).sum(-1),
+        "tv": 1 - accepted, "lk": weight * forward + (1 - weight) * (1 - accepted),
+    }  # fmt: skip
+    assert expected.keys() == LOSSES.keys() == set(get_args(TrainConfig.model_fields["loss"].annotation))
+    for name, loss in LOSSES.items():
+        found = loss(logits, p)
+        torch.testing.assert_close(found, expected[name], msg=name)
+        ours, theirs = (torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, expected[name]))
+        torch.testing.assert_close(ours, theirs, msg=name)
+        if name != "cross_entropy":
+            whole = p / p.sum(-1, keepdim=True)
+            assert loss(whole.log(), whole).abs().max() < 1e-12
+    certain = torch.eye(7, dtype=torch.float64)[:5]
+    assert all(torch.isfinite(loss(logits, certain)).all() for loss in LOSSES.values())
+
+
+@pytest.mark.parametrize("form", ["chain", "parallel"])
+def test_a_loss_in_parts_is_the_whole_loss(tmp_path: Path, form: str) -> None:
+    """Its gradients too, however few guesses' logits are held at once."""
+    rows, grads, losses = written_rows(build(), 12), [], []
+    for size in (4096, 7):
+        target = Target(build())
+        config = settings(tmp_path, form=form, correction_rank=4 * (form == "parallel"), loss="lk", loss_positions=size)
+        exit_config = config.exit_config(target.num_layers, None)
+        torch.manual_seed(3)
+        student = Student(target, build_adapter(target, exit_config), None, form == "parallel")
+        states = collect(target, exit_config, rows)
+        trainer = ExitTrainer(student, states, config, tmp_path)
+        loss = trainer.compute_loss(student, {"batch": make_batch(states, target.device, torch.float32)})
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[0], losses[1])
+    assert grads[0].keys() == grads[1].keys()
+    assert any("bridge" in name for name in grads[0])
+    assert any("correction" in name for name in grads[0]) == (form == "parallel")
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6)
 
 
 def test_cycles_are_walked_as_decoding_goes() -> None:

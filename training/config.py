@@ -1,6 +1,7 @@
 """Settings of one training run: a YAML file (by path, or by bare name from configs/train) and dotted overrides."""
 
 import os
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,6 +50,8 @@ class TrainConfig(BaseModel):
     learning_rate: float = Field(default=1e-3, gt=0)  # LoRA and norm
     bridge_learning_rate: float = Field(default=5e-4, gt=0)
     warmup_ratio: float = Field(default=0.02, ge=0, lt=1)
+    loss: Literal["cross_entropy", "kl", "reverse_kl", "tv", "lk"] = "cross_entropy"
+    loss_positions: int = Field(default=4096, ge=1)  # guesses whose logits are held at once
     step_decay: float = Field(default=0.8, gt=0, le=1)  # loss weight of draft step j is step_decay ** (j - 1)
     seed: int = 0
     eval_fraction: float = Field(default=0.05, gt=0, lt=1)

@@ -8,7 +8,7 @@ import torch
 from selfspec.exits import active, unwrap
 from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics, RowScores, overlap, soft_cross_entropy, walk_cycles
+from selfspec.training.losses import Metrics, RowScores, cross_entropy, overlap, walk_cycles
 from selfspec.training.states import RowStates, make_batch
 from selfspec.training.student import Student
 
@@ -57,7 +57,7 @@ def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfi
             hits[j - 1] += int(right[-1].sum())
             mass[j - 1] += float(overlap(logits, probs).sum())
             if j == 1:
-                loss += float(soft_cross_entropy(logits, probs, logits.new_ones(len(logits)))) * len(logits)
+                loss += float(cross_entropy(logits, probs).sum())
                 count += len(logits)
         begin = 0
         for row in rows:

@@ -188,9 +188,12 @@ class Teacher:
         self.head = Head(target, None, slice_output(target.output, vocab_ids))
 
     @torch.no_grad()
-    def probs(self, batch: Batch) -> Tensor:
-        """p [A, V_d]; sums to less than 1 where tokens are not drafted."""
-        return (self.head(batch.finals[None])[0].float() - batch.log_sums[:, None]).exp_()
+    def probs(self, batch: Batch, places: Tensor | None = None) -> Tensor:
+        """p [A, V_d] at the scored positions, or ``places`` among them; less than 1 where tokens are not drafted."""
+        finals, log_sums = batch.finals, batch.log_sums
+        if places is not None:
+            finals, log_sums = finals[places], log_sums[places]
+        return (self.head(finals[None])[0].float() - log_sums[:, None]).exp_()
 
 
 class StudentHead:

@@ -23,6 +23,16 @@ class Guesses:
     steps: Tensor  # [G], the draft step of each, from 1
     places: Tensor  # [G], which of the A positions each is for
 
+    def at(self, step: int) -> "Guesses":
+        """Those of one draft step."""
+        chosen = self.steps == step
+        return Guesses(self.normed[chosen], self.steps[chosen], self.places[chosen])
+
+    def split(self, size: int) -> "list[Guesses]":
+        """Parts of at most ``size`` guesses."""
+        parts = zip(*(t.split(size) for t in (self.normed, self.steps, self.places)), strict=True)
+        return [Guesses(*part) for part in parts]
+
 
 class Student(nn.Module):
     """The training graph of an exit: bridge maps chosen by draft step, block, exit norm."""
@@ -56,8 +66,7 @@ class Student(nn.Module):
         if self.is_parallel:
             whole = self(batch)
             for step in range(1, num_steps + 1):
-                chosen = whole.steps == min(step, self.num_maps)
-                yield Guesses(whole.normed[chosen], whole.steps[chosen], whole.places[chosen])
+                yield whole.at(min(step, self.num_maps))
         else:
             for step in range(1, num_steps + 1):
                 yield self(batch, torch.full(batch.taps.shape[:2], step, device=batch.taps.device))

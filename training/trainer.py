@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -19,11 +21,11 @@ from selfspec.files import write_atomically
 from selfspec.passes import batches_of
 from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics, overlap, soft_cross_entropy
+from selfspec.training.losses import LOSSES, Metrics, overlap
 from selfspec.training.scores import evaluate
 from selfspec.training.states import Batch, RowStates, make_batch
 from selfspec.training.stopping import StopRequests
-from selfspec.training.student import Student
+from selfspec.training.student import Guesses, Student
 
 logger = logging.getLogger(__name__)
 
@@ -133,22 +135,35 @@ class ExitTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """Soft cross-entropy at the answer positions, steps weighted by step_decay ** (j - 1)."""
+        """The configured loss at the answer positions, steps weighted by step_decay ** (j - 1)."""
         batch: Batch = inputs["batch"]
         student = self.accelerator.unwrap_model(model)
         guesses = model(batch, student.draw_steps(batch, self.generator))
-        logits, probs = student.logits(guesses, batch), student.teacher.probs(batch)[guesses.places]
-        loss = soft_cross_entropy(logits, probs, self.config.step_decay ** (guesses.steps - 1.0))
+        weights = self.config.step_decay ** (guesses.steps - 1.0)
+        parts = guesses.split(self.config.loss_positions)
+        losses = [self._losses(student, part, batch, has_others=len(parts) > 1) for part in parts]
         if self.state.global_step % self.args.logging_steps == 0:
-            first = guesses.steps == 1
-            right = (student.guess(logits.detach()) == batch.argmaxes[guesses.places]).float()
-            self.log_extra = {
-                "agreement": right[first].mean().item(),
-                "accepted_mass": overlap(logits.detach()[first], probs[first]).mean().item(),
-            }
-            a = self.log_extra["agreement"]
-            self.log_extra["predicted_tau"] = sum(a**n for n in range(self.config.num_steps + 1))
-        return loss
+            self._note(student, parts[0], batch)
+        return (torch.cat(losses) * weights).sum() / weights.sum()
+
+    def _losses(self, student: Student, guesses: Guesses, batch: Batch, has_others: bool) -> Tensor:
+        """The loss of each guess; of one part of many, logits are made anew on the way back and not held."""
+
+        def run(normed: Tensor) -> Tensor:
+            logits = student.logits(replace(guesses, normed=normed), batch)
+            return LOSSES[self.config.loss](logits, student.teacher.probs(batch, guesses.places))
+
+        return checkpoint(run, guesses.normed, use_reentrant=False) if has_others else run(guesses.normed)
+
+    @torch.no_grad()
+    def _note(self, student: Student, guesses: Guesses, batch: Batch) -> None:
+        """What the first draft step of these guesses is worth, for the log."""
+        first = guesses.at(1)
+        logits = student.logits(first, batch)
+        agreement = (student.guess(logits) == batch.argmaxes[first.places]).float().mean().item()
+        accepted = overlap(logits, student.teacher.probs(batch, first.places)).mean().item()
+        tau = sum(agreement**n for n in range(self.config.num_steps + 1))
+        self.log_extra = {"agreement": agreement, "accepted_mass": accepted, "predicted_tau": tau}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Loss comes with agreement, sum min(p, q) and predicted tau of the last batch."""
