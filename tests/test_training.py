@@ -302,7 +302,7 @@ def test_a_loss_in_parts_is_the_whole_loss(tmp_path: Path, form: str) -> None:
         student = Student(target, build_adapter(target, exit_config), None, form == "parallel")
         states = collect(target, exit_config, rows)
         trainer = ExitTrainer(student, states, config, tmp_path)
-        loss = trainer.compute_loss(student, {"batch": make_batch(states, target.device, torch.float32)})
+        loss = trainer.compute_loss(trainer.model, {"batch": make_batch(states, target.device, torch.float32)})
         loss.backward()
         losses.append(loss.detach())
         grads.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})

@@ -1,5 +1,6 @@
 """`train_exits`: data, teacher pass with the closed-form bridge, training, evaluation, a saved exit."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -32,6 +33,7 @@ from selfspec.training.generate_data import write_data
 from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.losses import Metrics
 from selfspec.training.plan import Costs, choose, predict
+from selfspec.training.ranks import is_main, join, main_first, num_processes
 from selfspec.training.scores import evaluate, score_rows
 from selfspec.training.states import RowStates, choose_vocab, fit_ridge
 from selfspec.training.student import Student
@@ -68,9 +70,12 @@ def train_exits(config: TrainConfig) -> Path:
     def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
         save_exit(head, target, saved, tokenizer, {**training, "data": describe_data(config, folder)}, metrics.flat())
 
-    with locked(folder):
-        record(config, folder)
-        rows = load_rows(config, target, tokenizer, folder, kept_states(config, target, folder))
+    join(is_cpu=target.device.type == "cpu")
+    with locked(folder) if is_main() else contextlib.nullcontext():
+        with main_first():
+            if is_main():
+                record(config, folder)
+            rows = load_rows(config, target, tokenizer, folder, kept_states(config, target, folder))
         train_on_rows(target, rows, config, folder, len(tokenizer), write)
     return saved
 
@@ -84,9 +89,10 @@ def train_on_rows(
     exit_config = config.exit_config(target.num_layers, vocab)
     kept = kept_states(config, target, folder)
     workers = num_workers_for(target.base, config.workers)
-    held_out = collect_cached(target, kept, held_rows, num_workers=workers)
+    with main_first():  # what it makes, the others find
+        held_out = collect_cached(target, kept, held_rows, num_workers=workers)
+        states = collect_cached(target, kept, train_rows, num_workers=workers)
     choosing, judging = halve(held_out, config.eval_tokens)
-    states = collect_cached(target, kept, train_rows, num_workers=workers)
     adapter = build_adapter(target, exit_config)
     start_from_ridge(adapter, fit_ridge(states, exit_config, config.ridge, config.ridge_tokens))
     vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
@@ -111,7 +117,7 @@ def train_on_rows(
     closed_form = evaluate(student, judging, config)
     summary["closed_form"] = closed_form.flat()
     if config.max_steps != 0:
-        facts = {"rows": digest(train_rows), "processes": int(os.environ.get("WORLD_SIZE", 1)), "versions": versions()}
+        facts = {"rows": digest(train_rows), "processes": num_processes(), "versions": versions()}
         trainer = ExitTrainer(student, states, config, folder, facts)
         trainer.add_callback(keeper)
         keeper.trainer, keeper.began = trainer, trainer.began
@@ -123,7 +129,7 @@ def train_on_rows(
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
     judged = score_rows(student, judging, config)
     metrics = judged.metrics()
-    if config.draft_len is None:
+    if config.draft_len is None and is_main():
         costs = measure_costs(target, exit_config)
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
         exit_config = exit_config.model_copy(
@@ -133,8 +139,9 @@ def train_on_rows(
         metrics = replace(metrics, speedup=speedup)
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
         logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
-    save(metrics)
-    (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
+    if is_main():
+        save(metrics)
+        (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
 
 

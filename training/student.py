@@ -4,14 +4,16 @@ Shapes: B rows, S positions, A of them carry the loss, J draft steps, G guesses,
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from selfspec.exits import active, places_among, unwrap
 from selfspec.target import Target
+from selfspec.training.losses import LOSSES
 from selfspec.training.states import Batch, StudentHead, Teacher, draw_steps, recall_back
 
 
@@ -44,6 +46,7 @@ class Student(nn.Module):
 
     def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None, is_parallel: bool = False) -> None:
         super().__init__()
+        active(unwrap(adapter).confidence).requires_grad_(False)  # fitted when the rest has been trained
         self.adapter, self.is_parallel = adapter, is_parallel
         self.__dict__["target"] = target  # not a submodule: nothing of it is trained or saved
         self.__dict__["head"] = StudentHead(target, vocab_ids)
@@ -143,3 +146,29 @@ class Student(nn.Module):
         normed = module(self.target, bridged, parents).unflatten(1, (len(maps), size))
         positions = torch.arange(size, device=inputs.device)
         return torch.stack([normed[:, j, (positions - j).clamp(min=0)] for j in range(len(maps))])
+
+
+class Objective(nn.Module):
+    """What training minimises: the loss ``name`` of a student's guesses, later draft steps counting for less.
+
+    Logits of at most ``num_held`` guesses are held at once; of more, they are made anew on the way back.
+    """
+
+    def __init__(self, student: Student, name: str, step_decay: float, num_held: int) -> None:
+        super().__init__()
+        self.student, self.name, self.step_decay, self.num_held = student, name, step_decay, num_held
+
+    def forward(self, batch: Batch, steps: Tensor | None) -> tuple[Tensor, Guesses]:
+        """The loss, a weighted mean, and the guesses without their gradients; ``steps`` as `Student` takes them."""
+        guesses = self.student(batch, steps)
+        parts = guesses.split(self.num_held)
+        losses = torch.cat([self._losses(part, batch, is_only=len(parts) == 1) for part in parts])
+        weights = self.step_decay ** (guesses.steps - 1.0)
+        return (losses * weights).sum() / weights.sum(), replace(guesses, normed=guesses.normed.detach())
+
+    def _losses(self, guesses: Guesses, batch: Batch, is_only: bool) -> Tensor:
+        def run(normed: Tensor) -> Tensor:
+            logits = self.student.logits(replace(guesses, normed=normed), batch)
+            return LOSSES[self.name](logits, self.student.teacher.probs(batch, guesses.places))
+
+        return run(guesses.normed) if is_only else checkpoint(run, guesses.normed, use_reentrant=False)

@@ -4,8 +4,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from selfspec.files import write_atomically
 from selfspec.passes import batches_of
 from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import LOSSES, Metrics, overlap
+from selfspec.training.losses import Metrics, overlap
+from selfspec.training.ranks import any_says, is_main, num_processes, wait
 from selfspec.training.scores import evaluate
 from selfspec.training.states import Batch, RowStates, make_batch
 from selfspec.training.stopping import StopRequests
-from selfspec.training.student import Guesses, Student
+from selfspec.training.student import Guesses, Objective, Student
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,21 @@ class _Batches(Dataset[list[int]]):
 
     def __getitem__(self, index: int) -> list[int]:
         return self.groups[index]
+
+
+class _Turns(Sampler[int]):
+    """A new order each epoch, the same in every process; each of them takes every n-th item."""
+
+    def __init__(self, size: int, seed: int, rank: int, num_ranks: int) -> None:
+        self.size, self.rank, self.num_ranks = size, rank, num_ranks
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return self.size // self.num_ranks
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.size, generator=self.generator).tolist()
+        yield from order[self.rank : len(self) * self.num_ranks : self.num_ranks]
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -70,8 +84,9 @@ class ExitTrainer(Trainer):
         self.states, self.config, self.facts = states, config, facts or {}
         self.generator = torch.Generator().manual_seed(config.seed)
         self.began = time.monotonic()
-        steps_per_epoch = len(groups)
-        limit = config.max_steps or math.ceil(config.epochs * steps_per_epoch)
+        if config.max_minutes and num_processes() > 1:
+            raise ValueError("max_minutes goes by one clock; several processes take max_steps or epochs")
+        limit = config.max_steps or math.ceil(config.epochs * (len(groups) // num_processes()))
         self.num_steps_planned = limit
         arguments = TrainingArguments(
             output_dir=str(folder / "checkpoints"),
@@ -89,16 +104,18 @@ class ExitTrainer(Trainer):
             remove_unused_columns=False,
             label_names=[],
             dataloader_pin_memory=False,
+            ddp_find_unused_parameters=False,
         )
-        super().__init__(model=student, args=arguments, train_dataset=_Batches(groups))
+        self.student = student
+        objective = Objective(student, config.loss, config.step_decay, config.loss_positions)
+        super().__init__(model=objective, args=arguments, train_dataset=_Batches(groups))
         self.can_return_loss = True
         self.log_extra: dict[str, float] = {}
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """One group of rows a step, in an order drawn anew each epoch."""
-        groups = self.train_dataset
-        shuffle = torch.Generator().manual_seed(self.config.seed)
-        return DataLoader(groups, batch_size=1, shuffle=True, generator=shuffle, collate_fn=self._collate)
+        """One group of rows a step and process, in an order drawn anew each epoch."""
+        order = _Turns(len(self.train_dataset), self.config.seed, self.args.process_index, self.args.world_size)
+        return DataLoader(self.train_dataset, batch_size=1, sampler=order, collate_fn=self._collate)
 
     def _collate(self, items: list[list[int]]) -> dict[str, Any]:
         return {"batch": make_batch([self.states[i] for i in items[0]], self.args.device, torch.float32)}
@@ -109,7 +126,7 @@ class ExitTrainer(Trainer):
     def create_optimizer(self, *_: Any, **__: Any) -> torch.optim.Optimizer:
         """AdamW with a learning rate of its own for the bridge."""
         if self.optimizer is None:
-            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and "confidence" not in n]
+            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
             bridge = [p for n, p in named if ".bridge." in n]
             rest = [p for n, p in named if ".bridge." not in n]
             groups = [
@@ -135,33 +152,19 @@ class ExitTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """The configured loss at the answer positions, steps weighted by step_decay ** (j - 1)."""
+        """The `Objective` on one batch."""
         batch: Batch = inputs["batch"]
-        student = self.accelerator.unwrap_model(model)
-        guesses = model(batch, student.draw_steps(batch, self.generator))
-        weights = self.config.step_decay ** (guesses.steps - 1.0)
-        parts = guesses.split(self.config.loss_positions)
-        losses = [self._losses(student, part, batch, has_others=len(parts) > 1) for part in parts]
+        loss, guesses = model(batch, self.student.draw_steps(batch, self.generator))
         if self.state.global_step % self.args.logging_steps == 0:
-            self._note(student, parts[0], batch)
-        return (torch.cat(losses) * weights).sum() / weights.sum()
-
-    def _losses(self, student: Student, guesses: Guesses, batch: Batch, has_others: bool) -> Tensor:
-        """The loss of each guess; of one part of many, logits are made anew on the way back and not held."""
-
-        def run(normed: Tensor) -> Tensor:
-            logits = student.logits(replace(guesses, normed=normed), batch)
-            return LOSSES[self.config.loss](logits, student.teacher.probs(batch, guesses.places))
-
-        return checkpoint(run, guesses.normed, use_reentrant=False) if has_others else run(guesses.normed)
+            self._note(guesses.at(1), batch)
+        return loss
 
     @torch.no_grad()
-    def _note(self, student: Student, guesses: Guesses, batch: Batch) -> None:
-        """What the first draft step of these guesses is worth, for the log."""
-        first = guesses.at(1)
-        logits = student.logits(first, batch)
-        agreement = (student.guess(logits) == batch.argmaxes[first.places]).float().mean().item()
-        accepted = overlap(logits, student.teacher.probs(batch, first.places)).mean().item()
+    def _note(self, first: Guesses, batch: Batch) -> None:
+        """What the guesses of the first draft step are worth, for the log."""
+        logits = self.student.logits(first, batch)
+        agreement = (self.student.guess(logits) == batch.argmaxes[first.places]).float().mean().item()
+        accepted = overlap(logits, self.student.teacher.probs(batch, first.places)).mean().item()
         tau = sum(agreement**n for n in range(self.config.num_steps + 1))
         self.log_extra = {"agreement": agreement, "accepted_mass": accepted, "predicted_tau": tau}
 
@@ -175,17 +178,23 @@ class ExitTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         del state_dict  # the default writes the frozen base as well
         folder = Path(output_dir or self.args.output_dir)
+        state = self.student.trained_state()
+        if not is_main():
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        state = self.accelerator.unwrap_model(self.model).trained_state()
         write_atomically(folder / STATE_FILE, save({k: v.contiguous().cpu() for k, v in state.items()}))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(*args, **kwargs)
-            seal(folder, self.facts)
+            wait()  # every process leaves something in the folder
+            if is_main():
+                seal(folder, self.facts)
+            wait()
         except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            if is_main():
+                shutil.rmtree(folder, ignore_errors=True)
             reason = " ".join(str(error).split())
             raise OSError(f"{folder} could not be written ({reason}); the checkpoint before it is whole") from error
 
@@ -211,8 +220,8 @@ class ExitTrainer(Trainer):
         requests.leave()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        student = self.accelerator.unwrap_model(model or self.model)
-        student.load_trained_state(load_file(Path(resume_from_checkpoint) / STATE_FILE))
+        del model
+        self.student.load_trained_state(load_file(Path(resume_from_checkpoint) / STATE_FILE))
 
 
 class _StopWhenAsked(TrainerCallback):
@@ -224,7 +233,7 @@ class _StopWhenAsked(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called by the Trainer."""
         del args, state, kwargs
-        if self.requests.signal is not None:
+        if any_says(self.requests.signal is not None):
             control.should_save = control.should_training_stop = True
         return control
 
@@ -271,8 +280,9 @@ class KeepBest(TrainerCallback):
         if metrics.tau[-1] > self.best_tau:
             self.best_tau, self.best_state = metrics.tau[-1], self.student.trained_state()
             state = {name: value.contiguous().cpu() for name, value in self.best_state.items()}
-            write_atomically(self.path, save(state, metadata={"tau": str(self.best_tau)}))
-            self.write(metrics)
+            if is_main():
+                write_atomically(self.path, save(state, metadata={"tau": str(self.best_tau)}))
+                self.write(metrics)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Measure or stop when the clock says so."""
@@ -280,7 +290,7 @@ class KeepBest(TrainerCallback):
         now = time.monotonic()
         if self.config.max_minutes and now - self.began > 60 * self.config.max_minutes:
             control.should_training_stop = True
-        elif now - self.last > 60 * self.config.eval_minutes:
+        elif any_says(now - self.last > 60 * self.config.eval_minutes):
             self.measure(state.global_step)
             self.last = time.monotonic()
         return control

@@ -1,0 +1,54 @@
+"""Several processes of one run, as torchrun starts them: rank 0 writes, all of them train."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+from torch import distributed
+
+PATIENCE = timedelta(days=7)  # that others wait while rank 0 writes data
+
+
+def num_processes() -> int:
+    """How many processes the run has."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def join(is_cpu: bool) -> None:
+    """Let the processes find each other, where there are several."""
+    if num_processes() > 1:
+        PartialState(cpu=is_cpu, timeout=PATIENCE)
+
+
+def wait() -> None:
+    """Go on when all processes are here."""
+    if num_processes() > 1:
+        distributed.barrier()
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """Rank 0 enters first, the others when it has left."""
+    if not is_main():
+        wait()
+    yield
+    if is_main():
+        wait()
+
+
+def any_says(flag: bool) -> bool:
+    """Whether ``flag`` is set in any process; all of them have to ask."""
+    if num_processes() == 1:
+        return flag
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    flags = torch.tensor([int(flag)], device=device)
+    distributed.all_reduce(flags, distributed.ReduceOp.MAX)
+    return bool(flags.item())
