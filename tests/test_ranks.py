@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,55 +15,68 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from transformers import TrainingArguments
+from selfspec.storage import save_exit
 from selfspec.target import Target
 from selfspec.training import ranks, trainer
 from selfspec.training.run import train_on_rows
 from tests.test_training import VOCAB, build, settings, written_rows
 
-folder, form = Path(sys.argv[1]), sys.argv[2]
+folder, is_shared = Path(sys.argv[1]), sys.argv[2] == "fsdp"
 more = {"gradient_accumulation_steps": 2 // ranks.num_processes(), "logging_steps": 2}
 trainer.TrainingArguments = lambda **made: TrainingArguments(**(made | more))
-is_parallel = form == "parallel"
-config = settings(
-    folder, form=form, num_steps=1 + is_parallel, correction_rank=4 * is_parallel, max_steps=4, save_steps=2
-)  # less than an epoch, in which the order of rows is the same
+# less than an epoch, in which the order of rows is the same
+config = settings(folder, form="parallel", correction_rank=4, max_steps=4, save_steps=2, fsdp=is_shared)
 ranks.join(is_cpu=True)
-train_on_rows(Target(build()), written_rows(build(), 40), config, folder, VOCAB)
+target = Target(build())
+train_on_rows(
+    target, written_rows(build(), 40), config, folder, VOCAB,
+    lambda head, *_: save_exit(head, target, folder / "exit"),
+)
 """
 
 
-def start(folder: Path, form: str, num_processes: int) -> subprocess.Popen[str]:
-    folder.mkdir()
+def train(folder: Path, kind: str) -> Path:
+    """Run the script with one process, or with two that share ("fsdp") or do not share ("ddp") the weights."""
     (folder / "script.py").write_text(SCRIPT)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    command = [
-        sys.executable,
-        *(many if num_processes > 1 else []),
-        str(folder / "script.py"),
-        str(folder / "run"),
-        form,
-    ]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    many = [] if kind == "one" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *many, str(folder / "script.py"), str(folder / kind), kind]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / kind
 
 
-@pytest.mark.parametrize("form", ["chain", "parallel"])
-def test_two_processes_train_the_same_weights(tmp_path: Path, form: str) -> None:
-    runs = {n: start(tmp_path / str(n), form, n) for n in (1, 2)}
-    for process in runs.values():
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said[-3000:]
-    one, two = (tmp_path / str(n) / "run" for n in (1, 2))
-    losses = []
-    for run in (one, two):
-        newest = run / "checkpoints" / "checkpoint-4"
-        state = json.loads((newest / "trainer_state.json").read_text())
-        losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
-    assert losses[0]
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
-    weights = [load_file(run / "checkpoints" / "checkpoint-4" / "trained_state.safetensors") for run in (one, two)]
-    assert weights[0].keys() == weights[1].keys()
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-4)
-    metrics = [json.loads((run / "metrics.json").read_text())["metrics"] for run in (one, two)]
-    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-3)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("ranks"), "one")
+
+
+def losses(run: Path) -> list[float]:
+    state = json.loads((run / "checkpoints" / "checkpoint-4" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    (file,) = path.glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_train_the_same_weights(tmp_path: Path, one: Path, kind: str) -> None:
+    """Losses, checkpoints, saved exits and metrics; a run that goes on from its first checkpoint ends there, too."""
+    two = train(tmp_path, kind)
+    assert len(losses(one)) == 2
+    assert losses(one) == pytest.approx(losses(two), abs=2e-4)
+    expected = weights(one / "checkpoints" / "checkpoint-4")
+    shutil.copytree(two, tmp_path / "first")
+    shutil.rmtree(two / "checkpoints" / "checkpoint-4")
+    again = train(tmp_path, kind)
+    for run in (tmp_path / "first", again):
+        found = weights(run / "checkpoints" / "checkpoint-4")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
+        for name, tensor in weights(one / "exit").items():
+            torch.testing.assert_close(weights(run / "exit")[name], tensor, rtol=1e-2, atol=1e-2)  # kept in bfloat16
+        metrics = [json.loads((folder / "metrics.json").read_text())["metrics"] for folder in (one, run)]
+        assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-3)

@@ -21,6 +21,7 @@ from selfspec.training import kept_states
 from selfspec.training.confidence import fit_logistic
 from selfspec.training.config import TrainConfig, load_train_config
 from selfspec.training.data import Row
+from selfspec.training.keep_best import BEST_FILE, KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.losses import LOSSES, RowScores, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
@@ -28,7 +29,7 @@ from selfspec.training.run import claim, halve, record, split, train_on_rows
 from selfspec.training.scores import score_rows
 from selfspec.training.states import Batch, collect, draw_steps, fit_ridge, make_batch
 from selfspec.training.student import Student
-from selfspec.training.trainer import BEST_FILE, ExitTrainer, KeepBest
+from selfspec.training.trainer import ExitTrainer
 
 VOCAB = 97
 

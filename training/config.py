@@ -60,6 +60,7 @@ class TrainConfig(BaseModel):
     save_steps: int = Field(default=100, ge=1)  # checkpoints, from which the same run goes on
     ridge: float = Field(default=1e-3, gt=0)
     ridge_tokens: int = Field(default=100_000, ge=1)  # that the closed-form start is fitted on
+    fsdp: bool = False  # several processes share what is trained (FSDP2) instead of each holding all of it
     workers: int | None = Field(default=1, ge=1)  # processes that write data and run the teacher; None: one a thread
     force: bool = False  # go on with a run although its settings or its data have changed
     states: str | None = None  # folder of kept teacher states, to be shared by runs; None: OUTPUT/states

@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import torch
 from accelerate import PartialState
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 PATIENCE = timedelta(days=7)  # that others wait while rank 0 writes data
 
@@ -52,3 +53,8 @@ def any_says(flag: bool) -> bool:
     flags = torch.tensor([int(flag)], device=device)
     distributed.all_reduce(flags, distributed.ReduceOp.MAX)
     return bool(flags.item())
+
+
+def share(module: nn.Module) -> None:
+    """Let each process hold a part of the weights of ``module`` and of what is kept for them (FSDP2)."""
+    fully_shard(module, reshard_after_forward=False)

@@ -30,6 +30,7 @@ from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
 from selfspec.training.generate_data import write_data
+from selfspec.training.keep_best import KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.losses import Metrics
 from selfspec.training.plan import Costs, choose, predict
@@ -37,7 +38,7 @@ from selfspec.training.ranks import is_main, join, main_first, num_processes
 from selfspec.training.scores import evaluate, score_rows
 from selfspec.training.states import RowStates, choose_vocab, fit_ridge
 from selfspec.training.student import Student
-from selfspec.training.trainer import ExitTrainer, KeepBest
+from selfspec.training.trainer import ExitTrainer
 from selfspec.training.workers import num_workers_for
 
 logger = logging.getLogger(__name__)
@@ -108,10 +109,11 @@ def train_on_rows(
     }
     logger.info("%s", {k: v for k, v in summary.items() if k != "config"})
 
-    def save(metrics: Metrics) -> None:
-        if write is not None:
+    def save(metrics: Metrics, is_last: bool = False) -> None:
+        if write is not None and (is_last or not is_shared):  # shared weights are put together at the end
             write(build_head(target, config, exit_config, adapter), metrics, summary)
 
+    is_shared = config.fsdp and num_processes() > 1
     keeper = KeepBest(student, choosing, config, folder, save)
     keeper.begin()
     closed_form = evaluate(student, judging, config)
@@ -125,6 +127,9 @@ def train_on_rows(
         trainer.go_on()
         summary["num_steps"] = trainer.state.global_step
         keeper.measure(trainer.state.global_step)
+        if is_shared:
+            adapter = build_adapter(target, exit_config)
+            student = Student(target, adapter, vocab_ids, exit_config.form == "parallel")
         student.load_trained_state(keeper.best_state)
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
     judged = score_rows(student, judging, config)
@@ -140,7 +145,7 @@ def train_on_rows(
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
         logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
     if is_main():
-        save(metrics)
+        save(metrics, is_last=True)
         (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
 

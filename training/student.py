@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from selfspec.exits import active, places_among, unwrap
@@ -103,7 +104,7 @@ class Student(nn.Module):
 
     def trained_state(self) -> dict[str, Tensor]:
         """Copies of all weights that training changes, by name."""
-        return {n: p.detach().clone() for n, p in self.adapter.named_parameters() if p.requires_grad}
+        return {n: _gathered(p.detach()).clone() for n, p in self.adapter.named_parameters() if p.requires_grad}
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `trained_state` gave."""
@@ -112,7 +113,10 @@ class Student(nn.Module):
             raise ValueError(f"state has other weights: {sorted(own.keys() ^ state.keys())[:4]}")
         with torch.no_grad():
             for name, value in state.items():
-                own[name].copy_(value)
+                held = own[name]
+                if isinstance(held, DTensor):
+                    value = distribute_tensor(value.to(held.device), held.device_mesh, held.placements)
+                held.copy_(value)
 
     def _chain(self, taps: Tensor, recalls: Tensor | None, steps: Tensor) -> Tensor:
         """Normed states [B, S, D]; ``recalls`` [B, S, nD] at their own positions, ``steps`` [B, S] from 1."""
@@ -146,6 +150,11 @@ class Student(nn.Module):
         normed = module(self.target, bridged, parents).unflatten(1, (len(maps), size))
         positions = torch.arange(size, device=inputs.device)
         return torch.stack([normed[:, j, (positions - j).clamp(min=0)] for j in range(len(maps))])
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor of which each process holds a part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Objective(nn.Module):

@@ -1,17 +1,22 @@
 """Training of one exit head on the states that the teacher pass kept; the base model takes no part."""
 
+import contextlib
 import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -19,16 +24,17 @@ from selfspec.files import write_atomically
 from selfspec.passes import batches_of
 from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics, overlap
-from selfspec.training.ranks import any_says, is_main, num_processes, wait
-from selfspec.training.scores import evaluate
+from selfspec.training.losses import overlap
+from selfspec.training.ranks import any_says, is_main, num_processes, share, wait
 from selfspec.training.states import Batch, RowStates, make_batch
 from selfspec.training.stopping import StopRequests
 from selfspec.training.student import Guesses, Objective, Student
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE, BEST_FILE = "trained_state.safetensors", "best_state.safetensors"
+STATE_FILE = "trained_state.safetensors"
+SHARED_OPTIMIZER_FILE = "shared_optimizer.pt"
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # one file, whatever the number of processes
 
 
 class _Batches(Dataset[list[int]]):
@@ -107,8 +113,12 @@ class ExitTrainer(Trainer):
             ddp_find_unused_parameters=False,
         )
         self.student = student
+        self.is_shared = config.fsdp and num_processes() > 1
         objective = Objective(student, config.loss, config.step_decay, config.loss_positions)
         super().__init__(model=objective, args=arguments, train_dataset=_Batches(groups))
+        if self.is_shared:
+            share(objective)
+            self.is_distributed_loading_by_transformers = True  # the Trainer's word for a model to be left as it is
         self.can_return_loss = True
         self.log_extra: dict[str, float] = {}
 
@@ -219,6 +229,32 @@ class ExitTrainer(Trainer):
             self.train(resume_from_checkpoint=None if found is None else str(found[0]))
         requests.leave()
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """While it is entered, all weights are here, though the processes share them otherwise."""
+        if self.is_shared:
+            self.model.unshard()
+        yield
+        if self.is_shared:
+            self.model.reshard()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_shared:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+        if is_main():
+            torch.save(state, Path(output_dir) / SHARED_OPTIMIZER_FILE)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_shared:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None:
+            state = torch.load(Path(checkpoint) / SHARED_OPTIMIZER_FILE)
+            set_optimizer_state_dict(self.model, self.optimizer, state, options=WHOLE)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt"))
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         del model
         self.student.load_trained_state(load_file(Path(resume_from_checkpoint) / STATE_FILE))
@@ -235,62 +271,4 @@ class _StopWhenAsked(TrainerCallback):
         del args, state, kwargs
         if any_says(self.requests.signal is not None):
             control.should_save = control.should_training_stop = True
-        return control
-
-
-class KeepBest(TrainerCallback):
-    """Measures the held-out rows every few minutes, keeps the best state, stops at the time limit.
-
-    The best state lies in the run's folder too, so that a run that goes on does not fall behind what it had.
-    """
-
-    def __init__(
-        self,
-        student: Student,
-        held_out: Sequence[RowStates],
-        config: TrainConfig,
-        folder: Path,
-        write: Callable[[Metrics], None],
-    ) -> None:
-        self.student, self.held_out, self.config, self.write = student, held_out, config, write
-        self.path = folder / BEST_FILE
-        self.best_tau = 0.0
-        self.best_state: dict[str, Tensor] = {}
-        self.began = self.last = time.monotonic()
-        self.trainer: ExitTrainer | None = None
-
-    def begin(self) -> None:
-        """Take up the best state of an interrupted run, or measure the closed-form start."""
-        try:
-            with safe_open(self.path, "pt") as file:
-                self.best_tau = float(file.metadata()["tau"])
-                self.best_state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except FileNotFoundError:
-            self.measure(0)
-        except SafetensorError as error:
-            logger.warning("%s is broken (%s): the best state is looked for anew", self.path, error)
-            self.measure(0)
-
-    def measure(self, step: int) -> None:
-        """Evaluate now; keep and write the state if it is the best one so far."""
-        metrics = evaluate(self.student, self.held_out, self.config)
-        logger.info("step %d: held-out %s", step, metrics.flat())
-        if self.trainer is not None:
-            self.trainer.log({f"eval_{k}": v for k, v in metrics.flat().items()})
-        if metrics.tau[-1] > self.best_tau:
-            self.best_tau, self.best_state = metrics.tau[-1], self.student.trained_state()
-            state = {name: value.contiguous().cpu() for name, value in self.best_state.items()}
-            if is_main():
-                write_atomically(self.path, save(state, metadata={"tau": str(self.best_tau)}))
-                self.write(metrics)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Measure or stop when the clock says so."""
-        del args, kwargs
-        now = time.monotonic()
-        if self.config.max_minutes and now - self.began > 60 * self.config.max_minutes:
-            control.should_training_stop = True
-        elif any_says(now - self.last > 60 * self.config.eval_minutes):
-            self.measure(state.global_step)
-            self.last = time.monotonic()
         return control
