@@ -170,6 +170,19 @@ def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.json").is_file()
 
 
+def test_states_need_not_be_kept(tmp_path: Path) -> None:
+    """Fresh states train the same exit, in a folder that holds none."""
+    rows, losses = written_rows(build(), 24), []
+    for keep in (True, False):
+        folder = tmp_path / str(keep)
+        folder.mkdir()
+        done = train_on_rows(Target(build()), rows, settings(folder, max_steps=6, keep_states=keep), folder, VOCAB)
+        losses.append((done.closed_form.loss, done.metrics.loss))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # kept in bfloat16, in batches of their own
+    held, fresh = (sum(p.stat().st_size for p in (tmp_path / str(keep) / "states").iterdir()) for keep in (True, False))
+    assert fresh < held / 2  # those of held-out rows
+
+
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     rows = written_rows(build(), 40)
     train_on_rows(Target(build()), rows, settings(tmp_path, max_steps=4, save_steps=2), tmp_path, VOCAB)

@@ -9,6 +9,7 @@ from selfspec.exits import active, unwrap
 from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import num_rows_for
+from selfspec.training.fresh_states import num_answer_tokens
 from selfspec.training.losses import overlap
 from selfspec.training.states import RowStates, make_batch
 from selfspec.training.student import Student
@@ -23,7 +24,7 @@ def fit_confidence(
 
     The direction comes from training rows, scale and bias from held-out ones, on which the exit is less sure of itself.
     """
-    count = num_rows_for([len(row.argmaxes) for row in states], CONFIDENCE_TOKENS)
+    count = num_rows_for(num_answer_tokens(states), CONFIDENCE_TOKENS)
     x, y = _confidence_data(student, states[:count], config)
     held_x, held_y = _confidence_data(student, held_out, config)
     scale = x.std(0).clamp(min=1e-6)

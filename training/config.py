@@ -63,6 +63,7 @@ class TrainConfig(BaseModel):
     fsdp: bool = False  # several processes share what is trained (FSDP2) instead of each holding all of it
     workers: int | None = Field(default=1, ge=1)  # processes that write data and run the teacher; None: one a thread
     force: bool = False  # go on with a run although its settings or its data have changed
+    keep_states: bool = True  # false: the target runs over each batch again, and no states take room
     states: str | None = None  # folder of kept teacher states, to be shared by runs; None: OUTPUT/states
 
     def exit_config(self, num_layers: int, draft_vocab: tuple[int, ...] | None) -> ExitConfig:

@@ -29,6 +29,7 @@ from selfspec.target import Target
 from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
+from selfspec.training.fresh_states import FreshStates
 from selfspec.training.generate_data import write_data
 from selfspec.training.keep_best import KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
@@ -76,7 +77,8 @@ def train_exits(config: TrainConfig) -> Path:
         with main_first():
             if is_main():
                 record(config, folder)
-            rows = load_rows(config, target, tokenizer, folder, kept_states(config, target, folder))
+            kept = kept_states(config, target, folder) if config.keep_states else None
+            rows = load_rows(config, target, tokenizer, folder, kept)
         train_on_rows(target, rows, config, folder, len(tokenizer), write)
     return saved
 
@@ -92,7 +94,11 @@ def train_on_rows(
     workers = num_workers_for(target.base, config.workers)
     with main_first():  # what it makes, the others find
         held_out = collect_cached(target, kept, held_rows, num_workers=workers)
-        states = collect_cached(target, kept, train_rows, num_workers=workers)
+        states: Sequence[RowStates] = (
+            collect_cached(target, kept, train_rows, num_workers=workers)
+            if config.keep_states
+            else FreshStates(target, exit_config, train_rows)
+        )
     choosing, judging = halve(held_out, config.eval_tokens)
     adapter = build_adapter(target, exit_config)
     start_from_ridge(adapter, fit_ridge(states, exit_config, config.ridge, config.ridge_tokens))
@@ -190,9 +196,9 @@ def kept_states(config: TrainConfig, target: Target, folder: Path) -> KeptStates
 
 
 def load_rows(
-    config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: KeptStates
+    config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: KeptStates | None
 ) -> list[Row]:
-    """The rows that the config asks for, written where they are not there yet, their states kept on the way."""
+    """The rows that the config asks for, written where they are not there yet, and their states kept in ``kept``."""
     data = config.data
     if data.jsonl:
         rows = rows_from_jsonl(data.jsonl, tokenizer, data.max_row_tokens)

@@ -1,4 +1,4 @@
-"""Training of one exit head on the states that the teacher pass kept; the base model takes no part."""
+"""Training of one exit head on the teacher's states, kept or fresh; the base model stays as it is."""
 
 import contextlib
 import logging
@@ -24,6 +24,7 @@ from selfspec.files import write_atomically
 from selfspec.passes import batches_of
 from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
+from selfspec.training.fresh_states import num_positions, take
 from selfspec.training.losses import overlap
 from selfspec.training.ranks import any_says, is_main, num_processes, share, wait
 from selfspec.training.states import Batch, RowStates, make_batch
@@ -86,7 +87,7 @@ class ExitTrainer(Trainer):
         folder: Path,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        groups = batches_of([row.num_tokens for row in states], config.batch_tokens)
+        groups = batches_of(num_positions(states), config.batch_tokens)
         self.states, self.config, self.facts = states, config, facts or {}
         self.generator = torch.Generator().manual_seed(config.seed)
         self.began = time.monotonic()
@@ -128,7 +129,7 @@ class ExitTrainer(Trainer):
         return DataLoader(self.train_dataset, batch_size=1, sampler=order, collate_fn=self._collate)
 
     def _collate(self, items: list[list[int]]) -> dict[str, Any]:
-        return {"batch": make_batch([self.states[i] for i in items[0]], self.args.device, torch.float32)}
+        return {"batch": make_batch(take(self.states, items[0]), self.args.device, torch.float32)}
 
     def _prepare_input(self, data: Any) -> Any:
         return data
