@@ -114,8 +114,11 @@ class ExitModule(nn.Module):
         return self.exit_norm(target.run_uncached([self.block], inputs, slots, parents=parents))
 
 
-def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
-    """A fresh `ExitModule` wrapped by PEFT: LoRA on every linear map of the block, the rest trained whole."""
+def build_adapter(target: Target, config: ExitConfig, dtype: torch.dtype | None = None) -> PeftModel:
+    """A fresh `ExitModule` wrapped by PEFT: LoRA on every linear map of the block, the rest trained whole.
+
+    ``dtype`` is that of what is trained (None: the target's).
+    """
     module = ExitModule(target, config)
     maps = [n for n, m in module.block.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     lora = LoraConfig(
@@ -129,6 +132,9 @@ def build_adapter(target: Target, config: ExitConfig) -> PeftModel:
     for layer in adapter.modules():
         if isinstance(layer, LoraLayer):
             layer.merge = _refuse_merging
+    for parameter in adapter.parameters():
+        if parameter.requires_grad and dtype is not None:
+            parameter.data = parameter.data.to(dtype)
     return adapter.to(target.device)
 
 

@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.cache import KVCache
@@ -16,6 +17,7 @@ from selfspec.decode import DecodeState, decode
 from selfspec.drafter import DRAFTERS, Guess
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.files import locked
+from selfspec.model import EarlyExitModel
 from selfspec.target import Target
 from selfspec.training import kept_states
 from selfspec.training.confidence import fit_logistic
@@ -168,6 +170,25 @@ def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     assert done.metrics.tau[-1] >= done.closed_form.tau[-1]
     assert saved
     assert (tmp_path / "metrics.json").is_file()
+
+
+@pytest.mark.parametrize("form", ["chain", "parallel"])
+def test_a_target_in_half_precision_trains_an_exit_in_single(tmp_path: Path, form: str) -> None:
+    """The loss falls as it does over the same target in float32; what is saved drafts in bfloat16."""
+    rows, found = written_rows(build(), 40), []
+    for dtype in (torch.float32, torch.bfloat16):
+        folder, target = tmp_path / str(dtype), Target(build().to(dtype))
+        folder.mkdir()
+        config = settings(folder, form=form, correction_rank=4 * (form == "parallel"))
+        done = train_on_rows(target, rows, config, folder, VOCAB)
+        found.append(done.metrics.loss)
+        assert done.metrics.loss < done.closed_form.loss - 0.05
+        assert {p.dtype for p in done.exit_head.adapter.parameters()} == {dtype}
+        state = load_file(folder / BEST_FILE)
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+        model = EarlyExitModel(target, {"exit": done.exit_head})
+        assert model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=8).sequences.shape == (1, 11)
+    assert found[0] == pytest.approx(found[1], abs=0.05)
 
 
 def test_states_need_not_be_kept(tmp_path: Path) -> None:

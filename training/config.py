@@ -1,7 +1,7 @@
 """Settings of one training run: a YAML file (by path, or by bare name from configs/train) and dotted overrides."""
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,6 +30,8 @@ class TrainConfig(BaseModel):
 
     model: str | None = None  # hub id or folder; None: the default model
     revision: str | None = None
+    dtype: str | None = None  # of the target; None: float32 on a CPU, bfloat16 elsewhere; what is trained is float32
+    load: dict[str, Any] = {}  # further keywords for transformers' from_pretrained, for instance device_map
     exit: str = Field(default="exit", pattern=f"^{NAME.pattern}$")  # its name, and its folder's
     exit_layer: int = Field(default=1, ge=0)
     recall_layers: tuple[int, ...] | None = None  # None: a third, two thirds and all of the layers

@@ -64,7 +64,8 @@ def train_exits(config: TrainConfig) -> Path:
     ValueError for data or layers that do not fit.
     """
     folder = claim(config)
-    model, tokenizer = load_target_model(config.model, config.revision, dtype="float32")
+    dtype = config.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+    model, tokenizer = load_target_model(config.model, config.revision, dtype=dtype, **config.load)
     target = Target(model)
     config.exit_config(target.num_layers, None).check(target.num_layers)
     saved = folder / config.exit
@@ -100,7 +101,7 @@ def train_on_rows(
             else FreshStates(target, exit_config, train_rows)
         )
     choosing, judging = halve(held_out, config.eval_tokens)
-    adapter = build_adapter(target, exit_config)
+    adapter = build_adapter(target, exit_config, torch.float32)
     start_from_ridge(adapter, fit_ridge(states, exit_config, config.ridge, config.ridge_tokens))
     vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
     student = Student(target, adapter, vocab_ids, exit_config.form == "parallel")
@@ -134,7 +135,7 @@ def train_on_rows(
         summary["num_steps"] = trainer.state.global_step
         keeper.measure(trainer.state.global_step)
         if is_shared:
-            adapter = build_adapter(target, exit_config)
+            adapter = build_adapter(target, exit_config, torch.float32)
             student = Student(target, adapter, vocab_ids, exit_config.form == "parallel")
         student.load_trained_state(keeper.best_state)
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
@@ -176,7 +177,10 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
-    """An `ExitHead` over the adapter as it stands now."""
+    """An `ExitHead` over the adapter as it stands now, in the target's dtype."""
+    if target.dtype != torch.float32:
+        trained, adapter = adapter, build_adapter(target, exit_config)
+        adapter.load_state_dict(trained.state_dict())
     return ExitHead(target, config.exit, exit_config, adapter, {"training": {}, "metrics": {}})
 
 

@@ -185,7 +185,7 @@ class Teacher:
     """The target's distribution over the drafted vocabulary, made anew from kept states."""
 
     def __init__(self, target: Target, vocab_ids: Tensor | None) -> None:
-        self.head = Head(target, None, slice_output(target.output, vocab_ids))
+        self.head, self.dtype = Head(target, None, slice_output(target.output, vocab_ids)), target.dtype
 
     @torch.no_grad()
     def probs(self, batch: Batch, places: Tensor | None = None) -> Tensor:
@@ -193,7 +193,7 @@ class Teacher:
         finals, log_sums = batch.finals, batch.log_sums
         if places is not None:
             finals, log_sums = finals[places], log_sums[places]
-        return (self.head(finals[None])[0].float() - log_sums[:, None]).exp_()
+        return (self.head(finals[None].to(self.dtype))[0].float() - log_sums[:, None]).exp_()
 
 
 class StudentHead:

@@ -5,6 +5,7 @@ Shapes: B rows, S positions, A of them carry the loss, J draft steps, G guesses,
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -56,6 +57,10 @@ class Student(nn.Module):
 
     def forward(self, batch: Batch, steps: Tensor | None = None) -> Guesses:
         """A chain guesses once at each position, at the draft ``steps`` [B, S]; a parallel draft at all its steps."""
+        with self.target_precision():
+            return self._guesses(batch, steps)
+
+    def _guesses(self, batch: Batch, steps: Tensor | None) -> Guesses:
         if self.is_parallel:
             normed = self._parallel(batch)[:, batch.is_scored]  # [J, A, D]
             numbers = torch.arange(1, len(normed) + 1, device=normed.device)
@@ -64,6 +69,11 @@ class Student(nn.Module):
         assert steps is not None
         normed = self._chain(batch.taps, batch.recalls, steps)[batch.is_scored]
         return Guesses(normed, steps[batch.is_scored], torch.arange(len(normed), device=normed.device))
+
+    def target_precision(self) -> Any:
+        """Products in the target's half precision, if it has one, over weights trained in float32."""
+        target = self.target
+        return torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32)
 
     def each_step(self, batch: Batch, num_steps: int) -> Iterator[Guesses]:
         """The guesses of draft step 1, of step 2, ... at every position."""
@@ -89,12 +99,14 @@ class Student(nn.Module):
 
     def logits(self, guesses: Guesses, batch: Batch) -> Tensor:
         """Logits [G, V_d] in float32, each behind the token that stands before it."""
-        logits, correction = self.head(guesses.normed), unwrap(self.adapter).correction
-        if correction is None:
-            return logits
-        is_behind = guesses.steps > 1  # step 1 follows no draft
-        tokens = batch.tokens[guesses.places[is_behind]]
-        biases = active(correction)(places_among(self.vocab_ids, tokens))
+        correction = unwrap(self.adapter).correction
+        with self.target_precision():
+            logits = self.head(guesses.normed)
+            if correction is None:
+                return logits
+            is_behind = guesses.steps > 1  # step 1 follows no draft
+            tokens = batch.tokens[guesses.places[is_behind]]
+            biases = active(correction)(places_among(self.vocab_ids, tokens))
         return logits.index_add(0, is_behind.nonzero()[:, 0], biases.to(logits.dtype))
 
     def guess(self, logits: Tensor) -> Tensor:
@@ -129,7 +141,7 @@ class Student(nn.Module):
         bridged = taps.new_zeros(taps.shape)
         for j, linear in enumerate(maps, start=1):
             chosen = which == j
-            bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]))
+            bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]).to(bridged.dtype))
         return module(self.target, bridged)
 
     def _parallel(self, batch: Batch) -> Tensor:
