@@ -189,7 +189,7 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
 
 
 @compiled
-def _run_parallel(address: int) -> None:
+def _run_one_pass(address: int) -> None:
     d = cm.words(address)
     a = cm.words(cm.words(d[TRUNKS])[0])
     thread = thread_number() if a[NUM_THREADS] > 1 else 0
@@ -203,7 +203,7 @@ def _run_parallel(address: int) -> None:
 
 
 @compiled
-def _run_draft(address: int) -> None:
+def _run_chain(address: int) -> None:
     d = cm.words(address)
     a = cm.words(cm.words(d[TRUNKS])[0])
     thread = thread_number() if a[NUM_THREADS] > 1 else 0
@@ -220,7 +220,7 @@ class DraftHead:
     """A head's weights, in the model's dtype unless said otherwise.
 
     ``embedding`` [V, D], ``maps`` a bridge per step (weight [D, (1 + n) D], bias [D] in float32), ``norm`` [D] in
-    float32, ``vocabulary`` [V_d, D] and ``vocab_ids`` [V_d] (None: all of them). Of a parallel draft also
+    float32, ``vocabulary`` [V_d, D] and ``vocab_ids`` [V_d] (None: all of them). Of a draft from one pass also
     ``correction``, the tables [V_d, r] of the token before and of the token after, and ``confidence``, weight [D] and
     bias [1] in float32.
     """
@@ -230,7 +230,7 @@ class DraftHead:
     norm: Tensor
     vocabulary: Tensor
     vocab_ids: Tensor | None
-    is_parallel: bool = False
+    is_one_pass: bool = False  # parallel, or of a single token
     correction: tuple[Tensor, Tensor] | None = None
     confidence: tuple[Tensor, Tensor] | None = None
 
@@ -238,17 +238,17 @@ class DraftHead:
 class DraftCall:
     """A head and the room that drafts of at most ``draft_len`` tokens need.
 
-    A parallel draft ends before a token with which all drafts would stand with less than ``min_confidence``.
+    A draft from one pass ends before a token with which all drafts would stand with less than ``min_confidence``.
     """
 
     def __init__(self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0) -> None:
         (num_vocab, size), num_inputs = head.vocabulary.shape, head.maps[0][0].shape[1]
         self.num_inputs, self.threads, self.draft_len = num_inputs, threads, draft_len
-        self._head, self._function = head, _run_parallel if head.is_parallel else _run_draft
+        self._head, self._function = head, _run_one_pass if head.is_one_pass else _run_chain
         rank = 0 if head.correction is None else head.correction[0].shape[1]
         steps = [head.maps[min(step, len(head.maps) - 1)] for step in range(draft_len)]
         self._maps = np.array([[w.data_ptr(), b.data_ptr()] for w, b in steps], dtype=np.int64)
-        rows = draft_len if head.is_parallel else 1
+        rows = draft_len if head.is_one_pass else 1
         self._taps, self._logits = torch.empty(1, draft_len + 1, size), torch.empty(rows, num_vocab)
         self._normed, self._inputs = torch.empty(threads, rows, size), torch.empty(0, num_inputs)
         self._room, self._biases = torch.empty(threads, max(rank, 1)), torch.empty(num_vocab if rank else 0)
@@ -288,9 +288,9 @@ class DraftCall:
     ) -> tuple[list[int], list[float], Tensor]:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
-        A chain takes one trunk, of one row, and two blocks, of M rows and of one; a parallel draft trunks of 1, 2, ...
-        rows and one block of M + K - 1. Returns the drafted tokens, the largest logit of each (NaN where one was), and
-        taps [1, k + 1, D], which the next call overwrites.
+        A chain takes one trunk, of one row, and two blocks, of M rows and of one; a draft from one pass trunks of 1,
+        2, ... rows and one block of M + K - 1. Returns the drafted tokens, the largest logit of each (NaN where one
+        was) and taps [1, k + 1, D], which the next call overwrites.
         """
         record = self._record
         self._trunks[: len(trunks)] = [trunk.address for trunk in trunks]

@@ -25,7 +25,7 @@ class FusedDraft:
 
     def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
         self.target, self.exit_head = target, exit_head
-        self.is_parallel = exit_head.config.form == "parallel"
+        self.is_one_pass = exit_head.config.form == "parallel" or draft_len == 1
         self._kernel = self._prepare(draft_len, min_confidence)
 
     def _prepare(self, draft_len: int, min_confidence: float) -> Any:
@@ -33,7 +33,7 @@ class FusedDraft:
         target, head, kernels = self.target, self.exit_head, dispatch.cpu_kernels(self.target.device)
         if kernels is None or head.adapter is None or head.exit_layer < 1:
             return None
-        if not self.is_parallel and (min_confidence > 0 or head.correction is not None):
+        if not self.is_one_pass and (min_confidence > 0 or head.correction is not None):
             return None  # a chain's steps stop and are corrected one by one
         table: Any = target.base.get_input_embeddings()
         norm: Any = head.norm
@@ -52,7 +52,7 @@ class FusedDraft:
             norm=norm.weight.detach().float(),
             vocabulary=output.weight.detach(),
             vocab_ids=head.vocab_ids,
-            is_parallel=self.is_parallel,
+            is_one_pass=self.is_one_pass,
             correction=tuple(t.detach() for t in tables) or None,
             confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
@@ -74,7 +74,7 @@ class FusedDraft:
         block = target.fused.plan([head.block], like, slot, cache)
         if trunk is None or block is None or trunk.call(1).threads != kernel.threads:
             return None
-        if self.is_parallel:
+        if self.is_one_pass:
             trunks, blocks = [trunk.call(n + 1) for n in range(num_drafts)], [block.call(rows + num_drafts - 1)]
         else:
             trunks, blocks = [trunk.call(1)], [block.call(rows), block.call(1)]
@@ -91,7 +91,7 @@ class FusedDraft:
         state.backlog = []
         cache.advance(shallow, len(tokens) + 1)
         # rows of a parallel draft knew no token of their own: they do not stay
-        cache.advance(slot, rows if self.is_parallel else rows + max(len(tokens) - 1, 0))
+        cache.advance(slot, rows if self.is_one_pass else rows + max(len(tokens) - 1, 0))
         draft = Draft(
             tokens=torch.tensor([tokens], dtype=torch.long),
             parents=torch.arange(len(tokens))[None],

@@ -104,11 +104,15 @@ def test_the_same_drafts_taps_and_lengths(family, draft_len, config, monkeypatch
 
 
 @pytest.mark.parametrize("stop", [0.1, 0.4, 0.7])
-def test_a_parallel_draft_stops_where_it_is_not_sure(stop):
-    """The same lengths as step by step, of every kind."""
-    target, head = exit_of(**PARALLEL)
-    ours, state = run(Watched, target, head, 3, stop=stop)
-    theirs, expected = run(Stepwise, target, head, 3, stop=stop)
+@pytest.mark.parametrize("draft_len", [1, 3])
+def test_a_draft_from_one_pass_stops_where_it_is_not_sure(stop, draft_len, monkeypatch):
+    """The same lengths as step by step, of every kind; a chain of one token counts as such."""
+    target, head = exit_of(**(PARALLEL if draft_len > 1 else {}))
+    calls, draft = [], FusedDraft.draft
+    monkeypatch.setattr(FusedDraft, "draft", lambda *args: calls.append(draft(*args)) or calls[-1])
+    ours, state = run(Watched, target, head, draft_len, stop=stop)
+    assert None not in calls
+    theirs, expected = run(Stepwise, target, head, draft_len, stop=stop)
     assert state.tokens == expected.tokens
     assert [(t, n) for t, _, n in ours.seen] == [(t, n) for t, _, n in theirs.seen]
     assert len({len(tokens) for tokens, _, _ in ours.seen}) > 1
