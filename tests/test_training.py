@@ -3,7 +3,6 @@
 import hashlib
 import operator
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.cache import KVCache
-from selfspec.config import config_names
 from selfspec.decode import DecodeState, decode
 from selfspec.drafter import DRAFTERS, Guess
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
@@ -20,16 +18,12 @@ from selfspec.files import locked
 from selfspec.model import EarlyExitModel
 from selfspec.target import Target
 from selfspec.training import kept_states
-from selfspec.training.confidence import fit_logistic
-from selfspec.training.config import TrainConfig, load_train_config
+from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row
 from selfspec.training.keep_best import BEST_FILE, KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
-from selfspec.training.losses import LOSSES, RowScores, walk_cycles
-from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import claim, halve, record, split, train_on_rows
-from selfspec.training.scores import score_rows
-from selfspec.training.states import Batch, collect, draw_steps, fit_ridge, make_batch
+from selfspec.training.states import Batch, collect, draw_steps, fit_ridge
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer
 
@@ -300,114 +294,6 @@ def test_steps_are_runs_from_one() -> None:
     assert ((change == 1) | (steps[:, 1:] == 1)).all()
 
 
-def test_losses_are_their_formulas() -> None:
-    """In float64, p short of a whole; all but the cross-entropy vanish where q is p, and fall on the way there."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
-    p = torch.rand(5, 7, generator=generator, dtype=torch.float64) / 10
-    q = logits.softmax(-1)
-    accepted = torch.minimum(p, q).sum(-1)
-    forward, weight = (p * (p / q).log()).sum(-1), torch.exp(-3 * accepted.detach())
-    expected = {
-        "cross_entropy": -(p * q.log()).sum(-1), "kl": forward, "reverse_kl": (q * (q / p).log()).sum(-1),
-        "tv": 1 - accepted, "lk": weight * forward + (1 - weight) * (1 - accepted),
-    }  # fmt: skip
-    assert expected.keys() == LOSSES.keys() == set(get_args(TrainConfig.model_fields["loss"].annotation))
-    for name, loss in LOSSES.items():
-        found = loss(logits, p)
-        torch.testing.assert_close(found, expected[name], msg=name)
-        ours, theirs = (torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, expected[name]))
-        torch.testing.assert_close(ours, theirs, msg=name)
-        if name != "cross_entropy":
-            whole = p / p.sum(-1, keepdim=True)
-            assert loss(whole.log(), whole).abs().max() < 1e-12
-    certain = torch.eye(7, dtype=torch.float64)[:5]
-    assert all(torch.isfinite(loss(logits, certain)).all() for loss in LOSSES.values())
-
-
-@pytest.mark.parametrize("form", ["chain", "parallel"])
-def test_a_loss_in_parts_is_the_whole_loss(tmp_path: Path, form: str) -> None:
-    """Its gradients too, however few guesses' logits are held at once."""
-    rows, grads, losses = written_rows(build(), 12), [], []
-    for size in (4096, 7):
-        target = Target(build())
-        config = settings(tmp_path, form=form, correction_rank=4 * (form == "parallel"), loss="lk", loss_positions=size)
-        exit_config = config.exit_config(target.num_layers, None)
-        torch.manual_seed(3)
-        student = Student(target, build_adapter(target, exit_config), None, form == "parallel")
-        states = collect(target, exit_config, rows)
-        trainer = ExitTrainer(student, states, config, tmp_path)
-        loss = trainer.compute_loss(trainer.model, {"batch": make_batch(states, target.device, torch.float32)})
-        loss.backward()
-        losses.append(loss.detach())
-        grads.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(losses[0], losses[1])
-    assert grads[0].keys() == grads[1].keys()
-    assert any("bridge" in name for name in grads[0])
-    assert any("correction" in name for name in grads[0]) == (form == "parallel")
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6)
-
-
-def test_cycles_are_walked_as_decoding_goes() -> None:
-    """All right: three tokens a cycle; all wrong: one; a low confidence stops a cycle before it draws."""
-
-    def row(is_right: bool, *confidence: float) -> RowScores:
-        return RowScores([[is_right] * 9] * 2, [[c] * 9 for c in confidence])
-
-    assert walk_cycles(row(True, 0.9, 0.9), 2).num_cycles == 3
-    wrong = walk_cycles(row(False, 0.9, 0.9), 2)
-    assert (wrong.num_cycles, wrong.num_drafted, wrong.tried) == (9, [2] * 7 + [1, 0], [8, 0])
-    stopped = walk_cycles(row(True, 0.9, 0.5), 2, min_confidence=0.6)
-    assert (stopped.num_drafted, stopped.num_steps) == ([1] * 4 + [0], [2] * 4 + [0])
-    assert walk_cycles(row(True, 0.2, 0.9), 2, min_confidence=0.6).num_steps == [1] * 8 + [0]
-
-
-def test_drafting_is_planned_from_costs_and_confidence() -> None:
-    """Cheap and right: far. Dear: one token. Wrong where confidence is low: stop there. Speed is the formula."""
-    sure = RowScores([[True] * 30] * 3, [[0.95] * 30] * 3)
-    cheap, dear = Costs(0.05, (1, 1.02, 1.05, 1.1)), Costs(0.8, (1, 1.1, 2.5, 4.0))
-    assert choose([sure], cheap).draft_len == 3
-    assert choose([sure], dear).draft_len == 1
-    assert choose([RowScores(sure.is_right[:1], sure.confidence[:1])], cheap).draft_len == 1  # no step 2 was scored
-    assert predict([sure], cheap, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.05)))
-    padded = Costs(0.05, (1, 1.02, 1.05, 1.1), is_padded=True)  # exact mode passes 2 or 4 rows
-    assert padded.draft_lens() == [1, 2, 3]
-    assert Costs(0.05, (1, 1.02, 1.05), is_padded=True).draft_lens() == [1]
-    assert predict([sure], padded, 2, 0.0) == pytest.approx(30 / (10 * (2 * 0.05 + 1.1)))
-    half = RowScores([[True, False, False] * 10] * 3, [[0.9, 0.1, 0.1] * 10] * 3)
-    plan = choose([half], cheap)
-    assert plan.min_confidence > 0.05
-    assert plan.speedup > predict([half], cheap, plan.draft_len, 0.0)
-
-
-def test_confidence_is_calibrated_and_drafting_planned(tmp_path: Path) -> None:
-    """On rows never seen, the mean confidence is the share of right drafts; the saved settings come from the plan."""
-    config = settings(tmp_path, draft_len=None, batch_tokens=384, eval_fraction=0.3)
-    done = train_on_rows(Target(build()), written_rows(build(), 200), config, tmp_path, VOCAB)
-    assert 1 <= done.exit_head.config.draft_len <= 5
-    assert done.metrics.speedup is not None
-    assert done.exit_head.adapter is not None
-    target = Target(build())
-    student = Student(target, done.exit_head.adapter, done.exit_head.vocab_ids)
-    fresh = collect(target, done.exit_head.config, written_rows(target.base, 260)[200:])
-    scores = score_rows(student, fresh, config).greedy_rows
-    confidence = np.array([row.confidence[0] for row in scores]).mean()
-    share = np.array([row.is_right[0] for row in scores]).mean()
-    assert abs(confidence - share) < 0.05  # 3.5 standard deviations of a share of 1,200 tokens
-    assert 0.05 < share < 0.95
-
-
-def test_confidence_finds_a_signal_that_is_there() -> None:
-    """Logistic regression reaches the cross-entropy of the true chances, well below that of the mean."""
-    x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
-    chance = (3 * x[:, 0] - 1).sigmoid()
-    y = (torch.rand(4000, generator=torch.Generator().manual_seed(1)) < chance).float()
-    entropy = torch.nn.functional.binary_cross_entropy
-    best, blind = entropy(chance, y).item(), entropy(y.mean().expand_as(y), y).item()
-    assert fit_logistic(torch.nn.Linear(8, 1), x, y) < best + 0.1 * (blind - best)
-
-
 def test_a_folder_with_other_content_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path / "run")
     claim(config)
@@ -429,36 +315,6 @@ def test_split_is_by_prompt_and_stable() -> None:
     assert not {r.ids[0] for r in train} & {r.ids[0] for r in held}
     assert 0.1 < len(held) / len(rows) < 0.3
     assert [r.ids[0] for r in split(rows[:200], config)[1]] == [r.ids[0] for r in held if r.ids[0] < 100]
-
-
-def test_every_packaged_config_loads() -> None:
-    assert {"smollm2-135m", "tiny"} <= set(config_names("train"))
-    for name in config_names("train"):
-        load_train_config(name)
-
-
-def test_overrides_reach_into_groups() -> None:
-    config = load_train_config("tiny", ["data.num_tokens=5", "learning_rate=1e-3", "recall_layers=[1, 2]"])
-    assert (config.data.num_tokens, config.learning_rate, config.recall_layers) == (5, 1e-3, (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("lora_rnk=4", "did you mean 'lora_rank'"),
-        ("data.num_token=4", "did you mean 'num_tokens'"),
-        ("lora_rank=none", "lora_rank"),
-        ("lora_rank", "key=value"),
-    ],
-)
-def test_a_wrong_setting_is_named(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_train_config("tiny", [override])
-
-
-def test_an_unknown_config_lists_those_there_are() -> None:
-    with pytest.raises(FileNotFoundError, match="smollm2-135m"):
-        load_train_config("no-such-config")
 
 
 def test_rows_that_choose_the_state_do_not_judge_it():

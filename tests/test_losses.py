@@ -1,0 +1,65 @@
+"""Losses: their formulas, and the same in parts."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from selfspec.exits import build_adapter
+from selfspec.target import Target
+from selfspec.training.config import TrainConfig
+from selfspec.training.losses import LOSSES
+from selfspec.training.states import collect, make_batch
+from selfspec.training.student import Student
+from selfspec.training.trainer import ExitTrainer
+from tests.test_training import build, settings, written_rows
+
+
+def test_losses_are_their_formulas() -> None:
+    """In float64, p short of a whole; all but the cross-entropy vanish where q is p, and fall on the way there."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    p = torch.rand(5, 7, generator=generator, dtype=torch.float64) / 10
+    q = logits.softmax(-1)
+    accepted = torch.minimum(p, q).sum(-1)
+    forward, weight = (p * (p / q).log()).sum(-1), torch.exp(-3 * accepted.detach())
+    expected = {
+        "cross_entropy": -(p * q.log()).sum(-1), "kl": forward, "reverse_kl": (q * (q / p).log()).sum(-1),
+        "tv": 1 - accepted, "lk": weight * forward + (1 - weight) * (1 - accepted),
+    }  # fmt: skip
+    assert expected.keys() == LOSSES.keys() == set(get_args(TrainConfig.model_fields["loss"].annotation))
+    for name, loss in LOSSES.items():
+        found = loss(logits, p)
+        torch.testing.assert_close(found, expected[name], msg=name)
+        ours, theirs = (torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, expected[name]))
+        torch.testing.assert_close(ours, theirs, msg=name)
+        if name != "cross_entropy":
+            whole = p / p.sum(-1, keepdim=True)
+            assert loss(whole.log(), whole).abs().max() < 1e-12
+    certain = torch.eye(7, dtype=torch.float64)[:5]
+    assert all(torch.isfinite(loss(logits, certain)).all() for loss in LOSSES.values())
+
+
+@pytest.mark.parametrize("form", ["chain", "parallel"])
+def test_a_loss_in_parts_is_the_whole_loss(tmp_path: Path, form: str) -> None:
+    """Its gradients too, however few guesses' logits are held at once."""
+    rows, grads, losses = written_rows(build(), 12), [], []
+    for size in (4096, 7):
+        target = Target(build())
+        config = settings(tmp_path, form=form, correction_rank=4 * (form == "parallel"), loss="lk", loss_positions=size)
+        exit_config = config.exit_config(target.num_layers, None)
+        torch.manual_seed(3)
+        student = Student(target, build_adapter(target, exit_config), None, form == "parallel")
+        states = collect(target, exit_config, rows)
+        trainer = ExitTrainer(student, states, config, tmp_path)
+        loss = trainer.compute_loss(trainer.model, {"batch": make_batch(states, target.device, torch.float32)})
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[0], losses[1])
+    assert grads[0].keys() == grads[1].keys()
+    assert any("bridge" in name for name in grads[0])
+    assert any("correction" in name for name in grads[0]) == (form == "parallel")
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6)
