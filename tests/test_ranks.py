@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 SCRIPT = """
 import sys
 from pathlib import Path
+import torch
 from transformers import TrainingArguments
 from selfspec.storage import save_exit
 from selfspec.target import Target
@@ -27,9 +28,10 @@ trainer.TrainingArguments = lambda **made: TrainingArguments(**(made | more))
 # less than an epoch, in which the order of rows is the same
 config = settings(folder, form="parallel", correction_rank=4, max_steps=4, save_steps=2, fsdp=is_shared)
 ranks.join(is_cpu=True)
-target = Target(build())
+target, rows = Target(build()), written_rows(build(), 40)
+torch.manual_seed(not ranks.is_main())  # as if rank 0 had drawn more
 train_on_rows(
-    target, written_rows(build(), 40), config, folder, VOCAB,
+    target, rows, config, folder, VOCAB,
     lambda head, *_: save_exit(head, target, folder / "exit"),
 )
 """

@@ -101,6 +101,7 @@ def train_on_rows(
             else FreshStates(target, exit_config, train_rows)
         )
     choosing, judging = halve(held_out, config.eval_tokens)
+    torch.manual_seed(config.seed)  # the same start in every process, whatever each has done before
     adapter = build_adapter(target, exit_config, torch.float32)
     start_from_ridge(adapter, fit_ridge(states, exit_config, config.ridge, config.ridge_tokens))
     vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
