@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from selfspec.decode import DecodeState
-from selfspec.drafter import ChainDrafter, Drafter, Guess, NoDrafter, ParallelDrafter
+from selfspec.drafter import ChainDrafter, Drafter, Guess, NoDrafter, ParallelDrafter, RecursiveDrafter
 from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel, Emission, Stream
 from selfspec.sampling import Sampling
@@ -132,12 +132,17 @@ class RecordingDrafter(ChainDrafter):
         return guess
 
 
+class RecordingRecursiveDrafter(RecordingDrafter, RecursiveDrafter):
+    """The same of a recursive draft."""
+
+
 class RecordingParallelDrafter(RecordingDrafter, ParallelDrafter):
     """The same of a parallel draft."""
 
 
 RECORDING: dict[type[Drafter], type[RecordingDrafter]] = {
     ChainDrafter: RecordingDrafter,
+    RecursiveDrafter: RecordingRecursiveDrafter,
     ParallelDrafter: RecordingParallelDrafter,
 }
 

@@ -38,10 +38,10 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-NUM_WORDS = 29
+NUM_WORDS = 31
 (TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS, TOKENS,
  LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES, CONFIDENCE,
- CHANCE, STOP, NUM_DRAWN) = range(NUM_WORDS)  # fmt: skip
+ CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -86,38 +86,51 @@ def _run_trunk(d: Any, a: Any, step: int, thread: int) -> None:
 
 
 @njit
-def _run_head(d: Any, a: Any, step: int, thread: int) -> None:
-    """Bridge, block, norm and vocabulary behind the tap of ``step``; the next token is kept."""
+def _run_block(d: Any, a: Any, step: int, thread: int) -> None:
+    """Bridge, block and norm of ``step``, behind its tap or fed with its token and the state before it.
+
+    Every thread keeps the normed state for itself.
+    """
     b = cm.words(d[BLOCK_NEXT] if step else d[BLOCK_FIRST])
-    rows, size, is_wide, team, num_inputs = b[NUM_ROWS], b[SIZE], b[IS_WIDE], b[NUM_THREADS], d[NUM_INPUTS]
-    inputs = d[INPUTS]
+    rows, size, is_wide, team = b[NUM_ROWS], b[SIZE], b[IS_WIDE], b[NUM_THREADS]
+    last = cm.words(d[BLOCK_FIRST])[NUM_ROWS] - 1  # of the inputs: tap and recalled states of step 1
+    is_again, normed = step > 0 and d[AGAIN] != 0, d[NORMED] + 4 * thread * size
+    tap = d[INPUTS] + 4 * last * d[NUM_INPUTS]
     if thread == 0:
-        last = cm.words(d[BLOCK_FIRST])[NUM_ROWS] - 1  # of the inputs: tap and recalled states of step 1
-        if step:
-            inputs += 4 * last * num_inputs
         b[FIRST] = d[SEEN] + (last + step if step else 0)
         positions = cm.words(b[POSITIONS])
         for r in range(rows):
             positions[r] = min(b[FIRST] + r, d[LAST_POSITION])
-        cm.copy(a[HIDDEN], d[INPUTS] + 4 * last * num_inputs, size)
-    elif step:
-        inputs += 4 * (cm.words(d[BLOCK_FIRST])[NUM_ROWS] - 1) * num_inputs
+        if is_again:
+            _widen(d[EMBEDDING], cm.words(d[TOKENS])[step] * size, d[AGAIN], size, is_wide)
+            cm.copy(normed, d[AGAIN] + 4 * size, size)
+        else:
+            cm.copy(a[HIDDEN], tap, size)
     wait(team)
+    inputs, num_inputs = (d[AGAIN], 2 * size) if is_again else (tap if step else d[INPUTS], d[NUM_INPUTS])
     begin, end = cm.share(size, thread, team)
     bridge = cm.words(d[MAPS] + 16 * step)
     cm.product(inputs, bridge[0], b[HIDDEN], rows, num_inputs, size, begin, end, size, is_wide)
     cm.settle(b[HIDDEN], bridge[1], rows, begin, end, size, is_wide)
     wait(team)
     run_layer(b, cm.words(b[LAYERS]), thread)
-    normed = d[NORMED] + 4 * thread * size
     cm.norm(b[HIDDEN] + 4 * (rows - 1) * size, d[NORM], normed, 1, size, cm.floats(b[SCALARS])[1], is_wide)
-    begin, end = cm.share(d[NUM_VOCAB], thread, team)
-    cm.product(normed, d[VOCAB], d[LOGITS], 1, size, d[NUM_VOCAB], begin, end, 0, is_wide)
+    if thread == 0:
+        d[NUM_STEPS] = step + 1
+
+
+@njit
+def _draw(d: Any, a: Any, step: int, thread: int) -> None:
+    """The most probable token behind the normed state of ``step``; it is kept."""
+    size, is_wide, team, num_vocab = a[SIZE], a[IS_WIDE], a[NUM_THREADS], d[NUM_VOCAB]
+    begin, end = cm.share(num_vocab, thread, team)
+    cm.product(d[NORMED] + 4 * thread * size, d[VOCAB], d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide)
     cm.settle(d[LOGITS], 0, 1, begin, end, 0, is_wide)
     wait(team)
     if thread == 0:
-        best = _argmax(cm.floats(d[LOGITS]), d[NUM_VOCAB], cm.floats(d[TOPS]), step)
+        best = _argmax(cm.floats(d[LOGITS]), num_vocab, cm.floats(d[TOPS]), step)
         cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[best] if d[VOCAB_IDS] else best
+        d[NUM_DRAWN] = step + 1
     wait(team)
 
 
@@ -151,9 +164,9 @@ def _run_rows(d: Any, a: Any, thread: int) -> None:
 
 
 @njit
-def _chance(d: Any, step: int, size: int, is_wide: int) -> float:
-    """What the exit gives the draft of ``step`` to stand, by its normed state."""
-    normed, weight = cm.floats(d[NORMED] + 4 * step * size), cm.floats(d[CONFIDENCE])
+def _chance(d: Any, state: int, size: int, is_wide: int) -> float:
+    """What the exit gives a draft to stand, by its normed ``state``."""
+    normed, weight = cm.floats(state), cm.floats(d[CONFIDENCE])
     total = np.float32(0)
     for i in range(size):
         total += normed[i] * weight[i]
@@ -169,7 +182,7 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
     own, survival = d[ROOM] + 4 * thread * rank, np.float32(1)
     for step in range(d[NUM_DRAFTS]):
         if d[STOP]:
-            survival *= _chance(d, step, a[SIZE], is_wide)
+            survival *= _chance(d, d[NORMED] + 4 * step * a[SIZE], a[SIZE], is_wide)
             if survival < cm.floats(d[CHANCE])[1]:
                 break
         logits = d[LOGITS] + 4 * step * num_vocab
@@ -203,15 +216,25 @@ def _run_one_pass(address: int) -> None:
 
 
 @compiled
-def _run_chain(address: int) -> None:
+def _run_steps(address: int) -> None:
     d = cm.words(address)
     a = cm.words(cm.words(d[TRUNKS])[0])
-    thread = thread_number() if a[NUM_THREADS] > 1 else 0
+    thread, survival = thread_number() if a[NUM_THREADS] > 1 else 0, np.float32(1)
     for step in range(d[NUM_DRAFTS]):
-        _run_trunk(d, a, step, thread)
-        _run_head(d, a, step, thread)
-    _run_trunk(d, a, d[NUM_DRAFTS], thread)  # the last draft's tap, which buys the bonus token
-    d[NUM_DRAWN] = d[NUM_DRAFTS]
+        if step == 0 or d[AGAIN] == 0:
+            _run_trunk(d, a, step, thread)
+        _run_block(d, a, step, thread)
+        if d[STOP]:
+            survival *= _chance(d, d[NORMED] + 4 * thread * a[SIZE], a[SIZE], a[IS_WIDE])
+            if survival < cm.floats(d[CHANCE])[1]:
+                break
+        _draw(d, a, step, thread)
+    wait(a[NUM_THREADS])
+    count = d[NUM_DRAWN]
+    if d[AGAIN] == 0 and count == d[NUM_DRAFTS]:
+        _run_trunk(d, a, count, thread)  # the last draft's tap, which buys the bonus token
+    elif d[AGAIN] != 0 and count:
+        _run_trunk(d, cm.words(cm.words(d[TRUNKS])[count - 1]), 1, thread)
     wait(a[NUM_THREADS])
 
 
@@ -219,10 +242,10 @@ def _run_chain(address: int) -> None:
 class DraftHead:
     """A head's weights, in the model's dtype unless said otherwise.
 
-    ``embedding`` [V, D], ``maps`` a bridge per step (weight [D, (1 + n) D], bias [D] in float32), ``norm`` [D] in
-    float32, ``vocabulary`` [V_d, D] and ``vocab_ids`` [V_d] (None: all of them). Of a draft from one pass also
-    ``correction``, the tables [V_d, r] of the token before and of the token after, and ``confidence``, weight [D] and
-    bias [1] in float32.
+    ``embedding`` [V, D], ``maps`` a bridge per step (weight [D, (1 + n) D], bias [D] in float32; of a recursive draft
+    that of step 1, and one of weight [D, 2 D]), ``norm`` [D] in float32, ``vocabulary`` [V_d, D] and ``vocab_ids``
+    [V_d] (None: all of them), ``confidence``, weight [D] and bias [1] in float32. Of a draft from one pass also
+    ``correction``, the tables [V_d, r] of the token before and of the token after.
     """
 
     embedding: Tensor
@@ -231,20 +254,31 @@ class DraftHead:
     vocabulary: Tensor
     vocab_ids: Tensor | None
     is_one_pass: bool = False  # parallel, or of a single token
+    is_recursive: bool = False
     correction: tuple[Tensor, Tensor] | None = None
     confidence: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a call made."""
+
+    tokens: list[int]  # K of them
+    tops: list[float]  # the largest logit of each, NaN where one was
+    taps: Tensor  # [1, K + 1, D], which the next call overwrites
+    num_steps: int  # of the block, one more than tokens where it stopped before drawing
 
 
 class DraftCall:
     """A head and the room that drafts of at most ``draft_len`` tokens need.
 
-    A draft from one pass ends before a token with which all drafts would stand with less than ``min_confidence``.
+    A draft ends before a token with which all drafts would stand with less than ``min_confidence``.
     """
 
     def __init__(self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0) -> None:
         (num_vocab, size), num_inputs = head.vocabulary.shape, head.maps[0][0].shape[1]
         self.num_inputs, self.threads, self.draft_len = num_inputs, threads, draft_len
-        self._head, self._function = head, _run_one_pass if head.is_one_pass else _run_chain
+        self._head, self._function = head, _run_one_pass if head.is_one_pass else _run_steps
         rank = 0 if head.correction is None else head.correction[0].shape[1]
         steps = [head.maps[min(step, len(head.maps) - 1)] for step in range(draft_len)]
         self._maps = np.array([[w.data_ptr(), b.data_ptr()] for w, b in steps], dtype=np.int64)
@@ -252,12 +286,14 @@ class DraftCall:
         self._taps, self._logits = torch.empty(1, draft_len + 1, size), torch.empty(rows, num_vocab)
         self._normed, self._inputs = torch.empty(threads, rows, size), torch.empty(0, num_inputs)
         self._room, self._biases = torch.empty(threads, max(rank, 1)), torch.empty(num_vocab if rank else 0)
+        self._again = torch.empty(2 * size) if head.is_recursive and not head.is_one_pass else None
         self._tokens, self._tops = np.zeros(draft_len + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
         self._trunks = np.zeros(draft_len, dtype=np.int64)
         self._record = np.zeros(NUM_WORDS, dtype=np.int64)
         for word, tensor in {
             EMBEDDING: head.embedding, NORM: head.norm, VOCAB: head.vocabulary, VOCAB_IDS: head.vocab_ids,
             TAPS: self._taps, LOGITS: self._logits, NORMED: self._normed, ROOM: self._room, BIASES: self._biases,
+            AGAIN: self._again,
         }.items():  # fmt: skip
             self._record[word] = 0 if tensor is None else tensor.data_ptr()
         arrays: dict[int, np.ndarray] = {
@@ -285,12 +321,11 @@ class DraftCall:
     def __call__(
         self, trunks: Sequence[LayerCall], blocks: Sequence[LayerCall], token: int, position: int, seen: int,
         last_position: int, num_drafts: int,
-    ) -> tuple[list[int], list[float], Tensor]:  # fmt: skip
+    ) -> Drafted:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
-        A chain takes one trunk, of one row, and two blocks, of M rows and of one; a draft from one pass trunks of 1,
-        2, ... rows and one block of M + K - 1. Returns the drafted tokens, the largest logit of each (NaN where one
-        was) and taps [1, k + 1, D], which the next call overwrites.
+        A chain takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; a draft from one pass one block of M
+        + K - 1 rows, others two, of M rows and of one.
         """
         record = self._record
         self._trunks[: len(trunks)] = [trunk.address for trunk in trunks]
@@ -298,5 +333,5 @@ class DraftCall:
         record[NUM_DRAFTS], record[POSITION], record[SEEN] = num_drafts, position, seen
         record[LAST_POSITION], record[NUM_DRAWN], self._tokens[0] = last_position, 0, token
         call(self._function, self._address, self.threads)
-        count = int(record[NUM_DRAWN])
-        return self._tokens[1 : count + 1].tolist(), self._tops[:count].tolist(), self._taps[:, : count + 1]
+        count, tokens = int(record[NUM_DRAWN]), self._tokens[1:].tolist()
+        return Drafted(tokens[:count], self._tops[:count].tolist(), self._taps[:, : count + 1], int(record[NUM_STEPS]))

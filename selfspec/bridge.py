@@ -12,18 +12,24 @@ class Bridge(nn.Module):
 
     Step j = 1, 2, ... reads the tap of its own position (in a parallel draft: of the last token, j - 1 before it) and
     the deep states of the position j before it, the last ones known when that step is drafted. Steps beyond
-    ``num_maps`` use the last map.
+    ``num_maps`` use the last map. With ``has_feedback`` steps behind the first read what the exit made itself instead.
     """
 
-    def __init__(self, hidden_size: int, num_recalls: int, num_maps: int) -> None:
+    def __init__(self, hidden_size: int, num_recalls: int, num_maps: int, has_feedback: bool = False) -> None:
         super().__init__()
         width = hidden_size * (1 + num_recalls)
         self.maps = nn.ModuleList(nn.Linear(width, hidden_size) for _ in range(num_maps))
+        self.feedback: nn.Linear | None = nn.Linear(2 * hidden_size, hidden_size) if has_feedback else None
 
     def forward(self, taps: Tensor, recalls: Tensor | None, step: int = 1) -> Tensor:
         """taps [B, R, D], recalls [B, R, n D] as ``step`` reads them (None without recall) -> [B, R, D]."""
         inputs = taps if recalls is None else torch.cat([taps, recalls], dim=-1)
         return self.maps[min(step, len(self.maps)) - 1](inputs)
+
+    def again(self, embedded: Tensor, normed: Tensor) -> Tensor:
+        """Input states of the tokens drafted last, and the exit's own normed states before them -> [B, R, D]."""
+        assert self.feedback is not None
+        return self.feedback(torch.cat([embedded, normed], dim=-1))
 
 
 class Correction(nn.Module):

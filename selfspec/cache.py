@@ -70,10 +70,11 @@ class KVCache:
         for layer in layers:
             self.lengths[layer] += num_rows
 
-    def rollback(self, length: int) -> None:
-        """Forget everything from position ``length`` on, in all layers; costs nothing."""
+    def rollback(self, length: int, layers: range | None = None) -> None:
+        """Forget everything from position ``length`` on, in all layers or in some; costs nothing."""
         # rejected drafts must not stay: the next pass overwrites their slots and masks hide them until then
-        self.lengths = [min(held, length) for held in self.lengths]
+        for layer in range(len(self.lengths)) if layers is None else layers:
+            self.lengths[layer] = min(self.lengths[layer], length)
 
     def compact(self, first: int, path: list[int], layers: range) -> None:
         """Move the accepted rows of a tree to where a chain would have them.

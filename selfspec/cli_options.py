@@ -16,6 +16,7 @@ class Draft(StrEnum):
     """Forms of drafting."""
 
     chain = "chain"
+    recursive = "recursive"
     parallel = "parallel"
     off = "off"
 

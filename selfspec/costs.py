@@ -159,7 +159,7 @@ def _draft_parts(
 ) -> dict[str, Callable[[], float]]:
     """A draft step as the drafter runs it, and the sum of its parts called bare: what it must cost at least.
 
-    Of a parallel exit also whole drafts of 1, 2, ... tokens.
+    Of an exit that is no chain also whole drafts of 1, 2, ... tokens.
     """
     target, head, cache = model.target, model.default_exit, state.cache
     assert head is not None
@@ -182,6 +182,6 @@ def _draft_parts(
         return seconds * 1e3
 
     step = partial(time_draft_step, target, state, head, head.exit_layer, token)
-    lengths = range(1, head.config.num_steps + 1) if head.config.form == "parallel" else ()
+    lengths = range(1, head.config.num_steps + 1) if head.config.form != "chain" else ()
     drafts = {f"draft_{k}": partial(time_draft, target, state, head, k) for k in lengths}
     return {"draft_step": step, "draft_parts": parts, **drafts}

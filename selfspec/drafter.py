@@ -169,9 +169,11 @@ class ChainDrafter:
 
     def _run_trunk(self, state: "DecodeState", tokens: Sequence[int], offset: int) -> Tensor:
         """Taps [1, R, D] of ``tokens``, the first of which lies ``offset`` behind the last emitted one."""
-        ids = torch.tensor([list(tokens)], device=state.device)
-        hidden = self.target.embed(ids, len(state.tokens) - 1 + offset)
-        return self.target.run_layers(hidden, 0, self.exit_head.exit_layer, state.cache)
+        return self.target.run_layers(self._embed(state, tokens, offset), 0, self.exit_head.exit_layer, state.cache)
+
+    def _embed(self, state: "DecodeState", tokens: Sequence[int], offset: int) -> Tensor:
+        """Their input states, likewise."""
+        return self.target.embed(torch.tensor([list(tokens)], device=state.device), len(state.tokens) - 1 + offset)
 
     def _distribution(self, logits: Tensor, state: "DecodeState", drafted: list[int]) -> Tensor:
         position = len(state.tokens) + len(drafted)
@@ -184,6 +186,29 @@ class ChainDrafter:
         ids = self.exit_head.token_ids(self.target)
         noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
         return self.exit_head.token_at(int(draw(q, noise)))
+
+
+class RecursiveDrafter(ChainDrafter):
+    """Drafts from the exit's own output: layers [0, N) for the last token only, the block once a token (EAGLE's form).
+
+    A step behind the first reads the token drafted last and the exit's state before it. What is drafted passes layers
+    [0, N) together, on its way to being verified.
+    """
+
+    def propose(self, state: "DecodeState") -> Draft:
+        """The draft; the block's keys and values of guessed states do not stay."""
+        draft = super().propose(state)
+        slot = self.target.num_layers
+        state.cache.rollback(len(state.tokens), range(slot, slot + 1))
+        return draft
+
+    def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:
+        normed = self.exit_head.states(self.target, state, taps[0], range(1, 2))
+        yield normed
+        for step in range(1, num_drafts):
+            embedded = self._embed(state, tokens[-1:], step)
+            normed = self.exit_head.next_state(self.target, state, embedded, normed)
+            yield normed
 
 
 class ParallelDrafter(ChainDrafter):
@@ -215,6 +240,7 @@ def empty_draft(device: torch.device) -> Draft:
 # by name; each is built from (target, exit_head, draft_len, min_confidence)
 DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float], Drafter]] = {
     "chain": ChainDrafter,
+    "recursive": RecursiveDrafter,
     "parallel": ParallelDrafter,
     "off": NoDrafter,
 }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from selfspec.decode import DecodeState
 
 TRAINED_WHOLE = ["bridge", "exit_norm", "confidence"]
-Form = Literal["chain", "parallel"]
+Form = Literal["chain", "recursive", "parallel"]
 FORMS = get_args(Form)
 
 
@@ -44,7 +44,7 @@ class ExitConfig(BaseModel):
 
     exit_layer: int  # N: drafting runs layers [0, N)
     recall_layers: tuple[int, ...] = ()  # depths whose states of earlier positions the bridge also reads
-    form: Form = "chain"  # each draft fed with the one before, or all from one pass
+    form: Form = "chain"  # through the trunk a token, on the exit's own output, or all from one pass
     num_steps: int = Field(default=1, ge=1)  # draft steps that it is trained for
     correction_rank: int = Field(default=0, ge=0)  # of the bias on logits by the token drafted before; 0: none
     draft_vocab: tuple[int, ...] | None = None  # token ids that the head scores; None: all
@@ -63,7 +63,9 @@ class ExitConfig(BaseModel):
 
     @property
     def num_maps(self) -> int:
-        """Bridge maps: one a step, where steps read different things."""
+        """Bridge maps: one a step, where steps read different things of the target."""
+        if self.form == "recursive":
+            return 1
         return self.num_steps if self.recall_layers or self.form == "parallel" else 1
 
     def check(self, num_layers: int, vocab_size: int | None = None) -> None:
@@ -85,7 +87,7 @@ class ExitModule(nn.Module):
         config.check(target.num_layers)
         self.name_or_path = target.name  # PEFT records it
         size = target.hidden_size
-        self.bridge = Bridge(size, len(config.recall_layers), config.num_maps)
+        self.bridge = Bridge(size, len(config.recall_layers), config.num_maps, config.form == "recursive")
         self.correction: Correction | None = None
         if config.correction_rank:
             num_drafted = target.vocab_size if config.draft_vocab is None else len(config.draft_vocab)
@@ -245,6 +247,15 @@ class ExitHead:
         if len(steps) > 1:
             state.cache.rollback(len(state.tokens))  # rows that knew no token of their own must not stay
         return self.norm(made[:, -len(steps) :])
+
+    def next_state(self, target: Target, state: "DecodeState", embedded: Tensor, normed: Tensor) -> Tensor:
+        """The normed state [1, 1, D] of a recursive draft's next step: of its last token's input state ``embedded``
+        [1, 1, D] and its own ``normed`` one before.
+        """
+        if self.adapter is None:
+            return self.norm(embedded)
+        slots = range(target.num_layers, target.num_layers + 1)
+        return self.norm(target.run_modules([self.block], self.bridge.again(embedded, normed), slots, state.cache))
 
     def chance(self, normed: Tensor) -> float:
         """Probability that the draft from ``normed`` [1, 1, D] will be accepted; 1 where nothing was trained."""

@@ -7,7 +7,7 @@ Shapes: R rows of a pass, D hidden.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,8 +130,18 @@ class FusedLayers:
         is_hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (norm, output))
         return None if is_hooked else self._head[0]
 
-    def plan(self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
-        """How states ``like`` [1, R, D] go through ``modules`` in this text; None where the kernel cannot be used."""
+    def plan(
+        self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache, beside: "_Plan | None" = None
+    ) -> "_Plan | None":
+        """How states ``like`` [1, R, D] go through ``modules`` in this text; None where the kernel cannot be used.
+
+        Through no modules they go as in the plan ``beside``, whose layers are left out.
+        """
+        if not modules:
+            key = (id(beside), slots)
+            if beside is not None and key not in cache.plans:
+                cache.plans[key] = replace(beside, layers=beside.layers[:0], calls={})
+            return cache.plans.get(key)
         key = (id(modules[0]), slots, self._age)
         if key not in cache.plans:
             cache.plans[key] = self._make_plan(modules, like, slots, cache)

@@ -26,18 +26,19 @@ class FusedDraft:
     def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
         self.target, self.exit_head = target, exit_head
         self.is_one_pass = exit_head.config.form == "parallel" or draft_len == 1
+        self.is_recursive = exit_head.config.form == "recursive"
         self._kernel = self._prepare(draft_len, min_confidence)
 
     def _prepare(self, draft_len: int, min_confidence: float) -> Any:
         """The kernel with the head's weights; None where something is not as it expects."""
         target, head, kernels = self.target, self.exit_head, dispatch.cpu_kernels(self.target.device)
-        if kernels is None or head.adapter is None or head.exit_layer < 1:
+        if kernels is None or head.adapter is None:
             return None
-        if not self.is_one_pass and (min_confidence > 0 or head.correction is not None):
-            return None  # a chain's steps stop and are corrected one by one
+        if not self.is_one_pass and head.correction is not None:
+            return None  # steps are corrected one by one
         table: Any = target.base.get_input_embeddings()
         norm: Any = head.norm
-        output, maps = head.head.output, list(head.bridge.maps)
+        output, maps = head.head.output, [*head.bridge.maps, *([head.bridge.feedback] if self.is_recursive else [])]
         tables = [] if head.correction is None else [head.correction.before.weight, head.correction.after.weight]
         weights = [table.weight, output.weight, *(m.weight for m in maps), *tables]
         is_plain = target.is_plain_embed and target.is_plain_head and type(table) is nn.Embedding
@@ -53,6 +54,7 @@ class FusedDraft:
             vocabulary=output.weight.detach(),
             vocab_ids=head.vocab_ids,
             is_one_pass=self.is_one_pass,
+            is_recursive=self.is_recursive,
             correction=tuple(t.detach() for t in tables) or None,
             confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
@@ -70,32 +72,32 @@ class FusedDraft:
         dtype = target.dtype
         like = torch.empty(1, 1, target.hidden_size, dtype=dtype)
         shallow, slot = range(head.exit_layer), range(target.num_layers, target.num_layers + 1)
-        trunk = target.fused.plan(target.layers[: head.exit_layer], like, shallow, cache)
         block = target.fused.plan([head.block], like, slot, cache)
+        trunk = block and target.fused.plan(target.layers[: head.exit_layer], like, shallow, cache, block)
         if trunk is None or block is None or trunk.call(1).threads != kernel.threads:
             return None
-        if self.is_one_pass:
-            trunks, blocks = [trunk.call(n + 1) for n in range(num_drafts)], [block.call(rows + num_drafts - 1)]
-        else:
-            trunks, blocks = [trunk.call(1)], [block.call(rows), block.call(1)]
+        is_chain = not self.is_one_pass and not self.is_recursive
+        trunks = [trunk.call(n + 1) for n in range(1 if is_chain else num_drafts)]
+        blocks = [block.call(rows + num_drafts - 1)] if self.is_one_pass else [block.call(rows), block.call(1)]
         for call in (*trunks, *blocks):
             call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
         position, seen = cache.lengths[0], cache.lengths[slot.start]
-        tokens, tops, taps = kernel(trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
-        is_broken = not all(map(math.isfinite, tops))
-        if is_broken:
-            tokens = tokens[: [math.isfinite(top) for top in tops].index(False)]
+        made = kernel(trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
+        is_sound = [math.isfinite(top) for top in made.tops]
+        is_broken = not all(is_sound)
+        tokens = made.tokens[: is_sound.index(False)] if is_broken else made.tokens
         ends = [i for i, token in enumerate(tokens) if token in state.eos_ids]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         state.backlog = []
         cache.advance(shallow, len(tokens) + 1)
-        # rows of a parallel draft knew no token of their own: they do not stay
-        cache.advance(slot, rows if self.is_one_pass else rows + max(len(tokens) - 1, 0))
+        num_steps = made.num_steps if len(tokens) == len(made.tokens) else max(len(tokens), 1)
+        # rows of a parallel or recursive draft knew no tap of their own: they do not stay
+        cache.advance(slot, rows + num_steps - 1 if is_chain else rows)
         draft = Draft(
             tokens=torch.tensor([tokens], dtype=torch.long),
             parents=torch.arange(len(tokens))[None],
-            taps=taps[:, : len(tokens) + 1].to(dtype, copy=True),
+            taps=made.taps[:, : len(tokens) + 1].to(dtype, copy=True),
         )
         return draft, is_broken
 

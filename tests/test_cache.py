@@ -163,11 +163,11 @@ def count_calls(layers: nn.ModuleList) -> tuple[list[list[int]], list[Any]]:
     return calls, [module.register_forward_hook(note(i)) for i, module in enumerate(layers)]
 
 
-@pytest.mark.parametrize("form", [None, "chain", "parallel"])
+@pytest.mark.parametrize("form", [None, "chain", "recursive", "parallel"])
 @pytest.mark.parametrize("exit_layer", [1, 2, 4])
 def test_every_token_passes_every_layer_once(exit_layer: int, form: str | None) -> None:
     """Counting hooks on the base, added after the Target was built: layers < N see every token once while drafting (of
-    a chain row by row, of a parallel draft the drafted ones together) and never again, layers >= N once a cycle in the
+    a chain row by row, of other drafts the drafted ones together) and never again, layers >= N once a cycle in the
     verify pass; no prefix is recomputed and the head's block is not counted. Form None is an untrained exit's chain."""
     target = Target(build_model("llama"))
     prompt, draft_len = prompt_of(9), 3
@@ -190,7 +190,7 @@ def test_every_token_passes_every_layer_once(exit_layer: int, form: str | None) 
     for total, by_layer in cycles[1:]:
         drafted, num_drafted = total - num_drafted, total
         for layer, counted in enumerate(by_layer):
-            shallow = [1, drafted] if form == "parallel" and drafted else [1] * (drafted + 1)
+            shallow = [1, drafted] if form in ("recursive", "parallel") and drafted else [1] * (drafted + 1)
             assert counted == (shallow if layer < exit_layer else [drafted + 1])
     assert num_drafted > draft_len
     for handle in handles:

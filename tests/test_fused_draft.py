@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import ChainDrafter, ParallelDrafter
+from selfspec.drafter import ChainDrafter, ParallelDrafter, RecursiveDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.fused_draft import FusedDraft
 from selfspec.kernels import dispatch
@@ -64,16 +64,29 @@ class StepwiseParallel(Stepwise, ParallelDrafter):
     pass
 
 
+class WatchedRecursive(Watched, RecursiveDrafter):
+    pass
+
+
+class StepwiseRecursive(Stepwise, RecursiveDrafter):
+    pass
+
+
+KINDS = {
+    "chain": {Watched: Watched, Stepwise: Stepwise},
+    "recursive": {Watched: WatchedRecursive, Stepwise: StepwiseRecursive},
+    "parallel": {Watched: WatchedParallel, Stepwise: StepwiseParallel},
+}
+RECURSIVE = {"form": "recursive", "num_steps": 3}
 PARALLEL = {"form": "parallel", "num_steps": 3, "correction_rank": 16}
+FORMS = pytest.mark.parametrize("config", [{}, RECURSIVE, PARALLEL], ids=["chain", "recursive", "parallel"])
 
 
 def run(
     kind: type[Watched], target: Target, head: ExitHead, draft_len: int, num_prompt: int = 9, stop: float = 0.0,
     **settings: object,
 ):  # fmt: skip
-    if head.config.form == "parallel":
-        kind = {Watched: WatchedParallel, Stepwise: StepwiseParallel}[kind]
-    drafter = kind(target, head, draft_len, stop)
+    drafter = KINDS[head.config.form][kind](target, head, draft_len, stop)
     state = new_state(target, prompt_of(num_prompt, vocab_size=192), 40, **settings)
     list(decode(target, drafter, state))
     return drafter, state
@@ -83,9 +96,11 @@ def run(
 @pytest.mark.parametrize("draft_len", [1, 2, 4])
 @pytest.mark.parametrize(
     "config",
-    [{}, {"recall_layers": (), "num_steps": 1, "draft_vocab": None}, PARALLEL,
-     {"form": "parallel", "recall_layers": (), "draft_vocab": None}],
-    ids=["all", "bare", "parallel", "bare-parallel"],
+    [{}, {"recall_layers": (), "num_steps": 1, "draft_vocab": None}, {"exit_layer": 0}, RECURSIVE,
+     {**RECURSIVE, "exit_layer": 0}, PARALLEL, {"form": "parallel", "recall_layers": (), "draft_vocab": None},
+     {**PARALLEL, "exit_layer": 0}],
+    ids=["all", "bare", "no-trunk", "recursive", "no-trunk-recursive", "parallel", "bare-parallel",
+         "no-trunk-parallel"],
 )  # fmt: skip
 def test_the_same_drafts_taps_and_lengths(family, draft_len, config, monkeypatch):
     target, head = exit_of(family, **config)
@@ -103,10 +118,11 @@ def test_the_same_drafts_taps_and_lengths(family, draft_len, config, monkeypatch
         assert torch.equal(taps, other_taps)
 
 
+@FORMS
 @pytest.mark.parametrize(("draft_len", "stop"), [(3, 0.1), (3, 0.4), (3, 0.7), (1, 0.9), (1, 0.97)])
-def test_a_draft_from_one_pass_stops_where_it_is_not_sure(draft_len, stop, monkeypatch):
-    """The same lengths as step by step, of every kind; a chain of one token counts as such."""
-    target, head = exit_of(**(PARALLEL if draft_len > 1 else {}))
+def test_a_draft_stops_where_it_is_not_sure(draft_len, stop, config, monkeypatch):
+    """The same lengths as step by step, of every kind."""
+    target, head = exit_of(**config)
     calls, draft = [], FusedDraft.draft
     monkeypatch.setattr(FusedDraft, "draft", lambda *args: calls.append(draft(*args)) or calls[-1])
     ours, state = run(Watched, target, head, draft_len, stop=stop)
@@ -117,7 +133,7 @@ def test_a_draft_from_one_pass_stops_where_it_is_not_sure(draft_len, stop, monke
     assert len({len(tokens) for tokens, _, _ in ours.seen}) > 1
 
 
-@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+@FORMS
 def test_in_bfloat16_the_text_stays_and_drafts_hardly_change(config):
     target, head = exit_of(dtype=torch.bfloat16, **config)
     ours, state = run(Watched, target, head, 2)
@@ -127,7 +143,7 @@ def test_in_bfloat16_the_text_stays_and_drafts_hardly_change(config):
     assert sum(same) >= 0.9 * len(same)
 
 
-@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+@FORMS
 @pytest.mark.parametrize("draft_len", [1, 3])
 def test_two_threads_draft_the_same(draft_len, config):
     target, head = exit_of(**config)
@@ -141,7 +157,7 @@ def test_two_threads_draft_the_same(draft_len, config):
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(one.seen, two.seen, strict=True))
 
 
-@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+@FORMS
 def test_a_draft_ends_behind_an_end_of_text(config):
     target, head = exit_of(**config)
     plain, _ = run(Watched, target, head, 4)
@@ -153,7 +169,7 @@ def test_a_draft_ends_behind_an_end_of_text(config):
     assert [(t, n) for t, _, n in ours] == [(t, n) for t, _, n in theirs]
 
 
-@pytest.mark.parametrize("config", [{}, PARALLEL], ids=["chain", "parallel"])
+@FORMS
 def test_logits_that_are_not_finite_end_drafting_and_change_no_text(config):
     target, head = exit_of(**config)
     _, expected = run(Stepwise, target, head, 2)
@@ -170,5 +186,4 @@ def test_what_is_not_plainly_greedy_goes_step_by_step(monkeypatch):
     monkeypatch.setattr(kernel, "__call__", lambda *_: pytest.fail("called"))
     state = new_state(target, prompt_of(9, vocab_size=192), 12, min_length=30)
     list(decode(target, ChainDrafter(target, head, 2), state))
-    list(decode(target, ChainDrafter(target, head, 2, 0.1), new_state(target, prompt_of(9, vocab_size=192), 12)))
     list(decode(target, Stepwise(target, head, 2), new_state(target, prompt_of(9, vocab_size=192), 12)))

@@ -41,7 +41,7 @@ def test_losses_are_their_formulas() -> None:
     assert all(torch.isfinite(loss(logits, certain)).all() for loss in LOSSES.values())
 
 
-@pytest.mark.parametrize("form", ["chain", "parallel"])
+@pytest.mark.parametrize("form", ["chain", "recursive", "parallel"])
 def test_a_loss_in_parts_is_the_whole_loss(tmp_path: Path, form: str) -> None:
     """Its gradients too, however few guesses' logits are held at once."""
     rows, grads, losses = written_rows(build(), 12), [], []
@@ -50,7 +50,7 @@ def test_a_loss_in_parts_is_the_whole_loss(tmp_path: Path, form: str) -> None:
         config = settings(tmp_path, form=form, correction_rank=4 * (form == "parallel"), loss="lk", loss_positions=size)
         exit_config = config.exit_config(target.num_layers, None)
         torch.manual_seed(3)
-        student = Student(target, build_adapter(target, exit_config), None, form == "parallel")
+        student = Student(target, build_adapter(target, exit_config), exit_config)
         states = collect(target, exit_config, rows)
         trainer = ExitTrainer(student, states, config, tmp_path)
         loss = trainer.compute_loss(trainer.model, {"batch": make_batch(states, target.device, torch.float32)})

@@ -59,7 +59,7 @@ def test_confidence_is_calibrated_and_drafting_planned(tmp_path: Path) -> None:
     assert done.metrics.speedup is not None
     assert done.exit_head.adapter is not None
     target = Target(build())
-    student = Student(target, done.exit_head.adapter, done.exit_head.vocab_ids)
+    student = Student(target, done.exit_head.adapter, done.exit_head.config)
     fresh = collect(target, done.exit_head.config, written_rows(target.base, 260)[200:])
     scores = score_rows(student, fresh, config).greedy_rows
     confidence = np.array([row.confidence[0] for row in scores]).mean()

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from selfspec import EarlyExitModel
-from selfspec.drafter import ChainDrafter, ParallelDrafter
+from selfspec.drafter import DRAFTERS, ChainDrafter
 from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.storage import SIDECAR, WEIGHTS, ExitMismatchError, fingerprint, load_exits, save_exit
@@ -55,21 +55,23 @@ def test_a_saved_exit_drafts_the_same_tokens(folder):
     assert loaded.metadata["metrics"] == {"speedup": 1.5}
 
 
-def test_a_saved_parallel_exit_drafts_the_same_tokens(tmp_path):
-    """Its correction comes back, and without being asked it drafts in its own form."""
+@pytest.mark.parametrize("form", ["recursive", "parallel"])
+def test_a_saved_exit_of_another_form_drafts_the_same_tokens(tmp_path, form):
+    """Its feedback or correction comes back, and without being asked it drafts in its own form."""
     target, prompt = target_of("llama"), torch.tensor([prompt_of(9)])
-    config = CONFIG.model_copy(update={"form": "parallel", "correction_rank": 8, "draft_len": 3})
+    config = CONFIG.model_copy(update={"form": form, "correction_rank": 8 * (form == "parallel"), "draft_len": 3})
     made = trained_exit(target, "made", config)
     save_exit(made, target, tmp_path / "made")
     loaded = load_exits(target, tmp_path / "made")["made"]
-    assert torch.equal(loaded.correction.after.weight, made.correction.after.weight)
+    kept = [h.correction.after if form == "parallel" else h.bridge.feedback for h in (loaded, made)]
+    assert torch.equal(kept[0].weight, kept[1].weight)
     before, after = (
         EarlyExitModel(target, {"made": exit_head}).generate(prompt, max_new_tokens=24) for exit_head in (made, loaded)
     )
     assert after.sequences.tolist() == before.sequences.tolist()
     assert after.stats.accepted_histogram == before.stats.accepted_histogram
     drafter, _ = EarlyExitModel(target, {"made": loaded}).prepare(prompt)
-    assert isinstance(drafter, ParallelDrafter)
+    assert type(drafter) is DRAFTERS[form]
 
 
 def test_only_the_exit_is_written_and_a_bare_target_refuses_it(folder):

@@ -18,12 +18,13 @@ from selfspec.files import locked
 from selfspec.model import EarlyExitModel
 from selfspec.target import Target
 from selfspec.training import kept_states
+from selfspec.training.closed_form import fit_feedback, fit_ridge
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row
 from selfspec.training.keep_best import BEST_FILE, KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.run import claim, halve, record, split, train_on_rows
-from selfspec.training.states import Batch, collect, draw_steps, fit_ridge
+from selfspec.training.states import Batch, collect, draw_steps
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer
 
@@ -73,7 +74,7 @@ def settings(folder: Path, **overrides: object) -> TrainConfig:
     return TrainConfig(**{**values, **overrides})
 
 
-@pytest.mark.parametrize("form", ["chain", "parallel"])
+@pytest.mark.parametrize("form", ["chain", "recursive", "parallel"])
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
 def test_decoding_computes_the_training_graph(family: str, form: str) -> None:
     """Every logit drawn from in a real decode equals the training graph's, for the draft steps that decode took.
@@ -120,7 +121,7 @@ def test_decoding_computes_the_training_graph(family: str, form: str) -> None:
     assert state.tokens == ids[:30]
     assert all(state.stats.accepted_histogram[n] for n in (0, 1, 2, 3))
 
-    student = Student(target, adapter, head.vocab_ids, form == "parallel")
+    student = Student(target, adapter, config)
     batch = _whole_batch(target, ids, 1, (2, 4))
     steps = torch.ones(1, len(ids), dtype=torch.long)  # whose map last wrote a position's keys and values
     for position, step, logits in seen:
@@ -166,7 +167,7 @@ def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.json").is_file()
 
 
-@pytest.mark.parametrize("form", ["chain", "parallel"])
+@pytest.mark.parametrize("form", ["chain", "recursive", "parallel"])
 def test_a_target_in_half_precision_trains_an_exit_in_single(tmp_path: Path, form: str) -> None:
     """The loss falls as it does over the same target in float32; what is saved drafts in bfloat16."""
     rows, found = written_rows(build(), 40), []
@@ -226,7 +227,7 @@ def test_going_on_keeps_the_best_state_of_before(tmp_path: Path) -> None:
     states, written = collect(target, exit_config, rows), []
 
     def begin() -> KeepBest:
-        student = Student(target, build_adapter(target, exit_config), None)
+        student = Student(target, build_adapter(target, exit_config), exit_config)
         keeper = KeepBest(student, states, config, tmp_path, written.append)
         keeper.begin()
         return keeper
@@ -273,6 +274,22 @@ def test_the_closed_form_of_a_parallel_step_reads_an_earlier_tap() -> None:
     centred = inputs.float() - inputs.float().mean(0)
     left = 1e-4 * centred.var(0, unbiased=False).mean() * weight.T  # by ridge regression, of what the inputs explain
     torch.testing.assert_close(centred.T @ residual / -len(residual), left, atol=1e-5, rtol=0.05)
+
+
+def test_the_closed_form_of_the_feedback_reads_a_token_and_the_state_before_it() -> None:
+    """Against least squares on those inputs, put together by hand from whole passes."""
+    target, config = Target(build()), ExitConfig(exit_layer=1, recall_layers=(2,), form="recursive")
+    rows = written_rows(target.base, 40)
+    weight, bias = fit_feedback(target, collect(target, config, rows), 1e-6, 10**6)
+    inputs, wanted = [], []
+    for row in rows:
+        ids = row.ids[:-1].tolist()
+        before = target.norm(_states(target, ids, target.num_layers)[:-1])
+        inputs.append(torch.cat([target.embed(torch.tensor([ids]))[0, 1:], before], dim=-1)[row.answer_start - 1 :])
+        wanted.append(_states(target, ids, target.num_layers - 1)[row.answer_start :])
+    x, y = torch.cat(inputs).detach().double(), torch.cat(wanted).double()
+    best = torch.linalg.lstsq(torch.cat([x, torch.ones(len(x), 1)], dim=1), y).solution
+    torch.testing.assert_close(x @ weight.T.double() + bias, x @ best[:-1] + best[-1], atol=0.05, rtol=0.05)
 
 
 def test_row_states_do_not_depend_on_their_batch() -> None:

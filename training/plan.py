@@ -17,11 +17,13 @@ class Costs:
     draft_step: float  # of a chain
     rows: tuple[float, ...]  # of a pass over 1, 2, ... rows; the first is 1
     is_padded: bool = False  # passes are padded to one width, as exact mode needs where rows are not exact as they come
-    drafts: tuple[float, ...] = ()  # of whole parallel drafts of 1, 2, ... tokens; none: it is a chain
+    drafts: tuple[float, ...] = ()  # of whole drafts of 1, 2, ... tokens; none: it is a chain
+    is_one_pass: bool = False  # a parallel draft makes all its steps, however many of them count
 
     def draft(self, draft_len: int, num_steps: int) -> float:
-        """A draft of at most ``draft_len`` tokens that took ``num_steps`` steps; a parallel one takes all at once."""
-        return self.drafts[draft_len - 1] if self.drafts else self.draft_step * num_steps
+        """A draft of at most ``draft_len`` tokens that took ``num_steps`` steps."""
+        made = draft_len if self.is_one_pass else num_steps
+        return self.drafts[made - 1] if self.drafts and made else self.draft_step * num_steps
 
     def verify(self, draft_len: int, num_drafted: int) -> float:
         """A verify pass over ``num_drafted`` drafts of at most ``draft_len``."""

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import yaml
 from peft import PeftModel
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.costs import NUM_ROWS, pass_costs
 from selfspec.decode import is_exact_by_default
-from selfspec.exits import ExitConfig, ExitHead, active, build_adapter, unwrap
+from selfspec.exits import ExitConfig, ExitHead, build_adapter
 from selfspec.files import LOCK_FILE, locked, write_atomically
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model, resolve_dtype
 from selfspec.provenance import versions
 from selfspec.storage import fingerprint, save_exit
 from selfspec.target import Target
+from selfspec.training.closed_form import start_from_ridge
 from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
@@ -37,7 +37,7 @@ from selfspec.training.losses import Metrics
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.ranks import is_main, join, main_first, num_processes
 from selfspec.training.scores import evaluate, score_rows
-from selfspec.training.states import RowStates, choose_vocab, fit_ridge
+from selfspec.training.states import RowStates, choose_vocab
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer
 from selfspec.training.workers import num_workers_for
@@ -103,9 +103,8 @@ def train_on_rows(
     choosing, judging = halve(held_out, config.eval_tokens)
     torch.manual_seed(config.seed)  # the same start in every process, whatever each has done before
     adapter = build_adapter(target, exit_config, torch.float32)
-    start_from_ridge(adapter, fit_ridge(states, exit_config, config.ridge, config.ridge_tokens))
-    vocab_ids = None if vocab is None else torch.tensor(vocab, device=target.device)
-    student = Student(target, adapter, vocab_ids, exit_config.form == "parallel")
+    start_from_ridge(target, adapter, states, exit_config, config.ridge, config.ridge_tokens)
+    student = Student(target, adapter, exit_config)
     summary = {
         "config": config.model_dump(mode="json"),
         "num_rows": len(train_rows),
@@ -137,7 +136,7 @@ def train_on_rows(
         keeper.measure(trainer.state.global_step)
         if is_shared:
             adapter = build_adapter(target, exit_config, torch.float32)
-            student = Student(target, adapter, vocab_ids, exit_config.form == "parallel")
+            student = Student(target, adapter, exit_config)
         student.load_trained_state(keeper.best_state)
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
     judged = score_rows(student, judging, config)
@@ -170,10 +169,10 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
     found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
     rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
-    lengths = range(1, exit_config.num_steps + 1) if exit_config.form == "parallel" else ()
+    lengths = range(1, exit_config.num_steps + 1) if exit_config.form != "chain" else ()
     return Costs(
         round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use,
-        tuple(round(found[f"draft_{k}_ms"] / found["pass_1_ms"], 4) for k in lengths),
+        tuple(round(found[f"draft_{k}_ms"] / found["pass_1_ms"], 4) for k in lengths), exit_config.form == "parallel",
     )  # fmt: skip
 
 
@@ -183,15 +182,6 @@ def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, ada
         trained, adapter = adapter, build_adapter(target, exit_config)
         adapter.load_state_dict(trained.state_dict())
     return ExitHead(target, config.exit, exit_config, adapter, {"training": {}, "metrics": {}})
-
-
-def start_from_ridge(adapter: PeftModel, solutions: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Set the bridge maps to the ridge solutions."""
-    maps = active(unwrap(adapter).bridge).maps
-    with torch.no_grad():
-        for linear, (weight, bias) in zip(maps, solutions, strict=True):
-            linear.weight.copy_(weight)
-            linear.bias.copy_(bias)
 
 
 def kept_states(config: TrainConfig, target: Target, folder: Path) -> KeptStates:

@@ -1,4 +1,4 @@
-"""One teacher pass over the training rows: the states that exits are trained on, and the closed-form bridge.
+"""One teacher pass over the training rows: the states that exits are trained on.
 
 Shapes: B rows of a batch, S positions that predict a token (all of a row but its last), D hidden, n recalled layers, V
 vocabulary, V_d drafted vocabulary, A positions that carry the loss (their next token is in the answer).
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from selfspec.bridge import RidgeAccumulator
 from selfspec.exits import ExitConfig, slice_output
 from selfspec.head import Head
 from selfspec.passes import passes
@@ -20,7 +19,6 @@ from selfspec.target import Target
 from selfspec.training.data import Row
 
 HEAD_CHUNK = 512  # rows of full-vocabulary logits held at once
-RIDGE_ROWS = 64  # training rows that a step of the accumulation takes
 
 
 @dataclass(frozen=True)
@@ -124,35 +122,6 @@ def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
         argmaxes.append(logits.argmax(-1))
         log_sums.append(logits.logsumexp(-1))
     return torch.cat(log_sums), torch.cat(argmaxes)
-
-
-@torch.no_grad()
-def fit_ridge(
-    states: Sequence[RowStates], config: ExitConfig, strength: float, max_tokens: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Weight and bias of the closed-form bridge map of every draft step, from the first ``max_tokens`` tokens."""
-    hidden_size = states[0].taps.shape[1]
-    recalled = 0 if states[0].recalls is None else states[0].recalls.shape[1]
-    solutions = []
-    for j in range(1, config.num_maps + 1):
-        behind = j - 1 if config.form == "parallel" else 0  # of the tap that is read
-        accumulator, used = RidgeAccumulator(hidden_size + recalled, hidden_size), 0
-        for begin in range(0, len(states), RIDGE_ROWS):
-            inputs, wanted = [], []
-            for row in states[begin : begin + RIDGE_ROWS]:
-                # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
-                first = j + 1 if recalled else 1 + behind
-                parts = [row.taps[first - behind : row.num_tokens - behind]]
-                if row.recalls is not None:
-                    parts.append(row.recalls[first - j : row.num_tokens - j])
-                inputs.append(torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)])
-                wanted.append(row.wanted[first:])
-            accumulator.add(torch.cat(inputs), torch.cat(wanted))
-            used = accumulator.num_rows
-            if used >= max_tokens:
-                break
-        solutions.append(accumulator.solve(strength))
-    return solutions
 
 
 def recall_back(recalls: Tensor, steps: Tensor) -> Tensor:

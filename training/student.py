@@ -3,7 +3,7 @@
 Shapes: B rows, S positions, A of them carry the loss, J draft steps, G guesses, D hidden, V_d drafted vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from selfspec.exits import active, places_among, unwrap
+from selfspec.exits import ExitConfig, active, places_among, unwrap
 from selfspec.target import Target
 from selfspec.training.losses import LOSSES
 from selfspec.training.states import Batch, StudentHead, Teacher, draw_steps, recall_back
@@ -46,23 +46,26 @@ class Student(nn.Module):
     teacher: Teacher
     vocab_ids: Tensor | None
 
-    def __init__(self, target: Target, adapter: PeftModel, vocab_ids: Tensor | None, is_parallel: bool = False) -> None:
+    def __init__(self, target: Target, adapter: PeftModel, config: ExitConfig) -> None:
         super().__init__()
         active(unwrap(adapter).confidence).requires_grad_(False)  # fitted when the rest has been trained
-        self.adapter, self.is_parallel = adapter, is_parallel
+        self.adapter, self.config = adapter, config
+        ids = config.draft_vocab
+        vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
         self.__dict__["target"] = target  # not a submodule: nothing of it is trained or saved
         self.__dict__["head"] = StudentHead(target, vocab_ids)
         self.__dict__["vocab_ids"] = vocab_ids
         self.__dict__["teacher"] = Teacher(target, vocab_ids)
 
     def forward(self, batch: Batch, steps: Tensor | None = None) -> Guesses:
-        """A chain guesses once at each position, at the draft ``steps`` [B, S]; a parallel draft at all its steps."""
+        """A chain guesses once at each position, at the draft ``steps`` [B, S]; other drafts at all their steps."""
         with self.target_precision():
             return self._guesses(batch, steps)
 
     def _guesses(self, batch: Batch, steps: Tensor | None) -> Guesses:
-        if self.is_parallel:
-            normed = self._parallel(batch)[:, batch.is_scored]  # [J, A, D]
+        if not self.is_chain:
+            made = self._parallel(batch) if self.config.form == "parallel" else self._recursive(batch)
+            normed = made[:, batch.is_scored]  # [J, A, D]
             numbers = torch.arange(1, len(normed) + 1, device=normed.device)
             places = torch.arange(normed.shape[1], device=normed.device)
             return Guesses(normed.flatten(0, 1), numbers.repeat_interleave(len(places)), places.repeat(len(normed)))
@@ -77,25 +80,24 @@ class Student(nn.Module):
 
     def each_step(self, batch: Batch, num_steps: int) -> Iterator[Guesses]:
         """The guesses of draft step 1, of step 2, ... at every position."""
-        if self.is_parallel:
+        if not self.is_chain:
             whole = self(batch)
             for step in range(1, num_steps + 1):
-                yield whole.at(min(step, self.num_maps))
+                yield whole.at(min(step, self.config.num_steps))
         else:
             for step in range(1, num_steps + 1):
                 yield self(batch, torch.full(batch.taps.shape[:2], step, device=batch.taps.device))
 
     def draw_steps(self, batch: Batch, generator: torch.Generator) -> Tensor | None:
-        """Draft steps [B, S] for `forward`, runs 1, 2, ... of random length, as cycles are; None if parallel."""
-        if self.is_parallel:
+        """Draft steps [B, S] for `forward`, runs 1, 2, ... of random length, as cycles are; None if not a chain."""
+        if not self.is_chain:
             return None
         lengths, size = batch.lengths.tolist(), batch.taps.shape[1]
-        return draw_steps(lengths, size, self.num_maps, generator).to(batch.taps.device)
+        return draw_steps(lengths, size, self.config.num_maps, generator).to(batch.taps.device)
 
     @property
-    def num_maps(self) -> int:
-        """Bridge maps, one a draft step."""
-        return len(active(unwrap(self.adapter).bridge).maps)
+    def is_chain(self) -> bool:
+        return self.config.form == "chain"
 
     def logits(self, guesses: Guesses, batch: Batch) -> Tensor:
         """Logits [G, V_d] in float32, each behind the token that stands before it."""
@@ -145,23 +147,48 @@ class Student(nn.Module):
         return module(self.target, bridged)
 
     def _parallel(self, batch: Batch) -> Tensor:
-        """Normed states [J, B, S, D] of every step j at the position that it guesses from, j - 1 behind its tap.
+        """Normed states [J, B, S, D] of every step j at the position that it guesses from, j - 1 behind its tap."""
+        inputs = _first_inputs(batch)
+        return self._run_tree([linear(inputs) for linear in active(unwrap(self.adapter).bridge).maps])
+
+    def _recursive(self, batch: Batch) -> Tensor:
+        """The same of steps that are fed with their token and the normed state of the step before."""
+        bridge, size = active(unwrap(self.adapter).bridge), batch.taps.shape[1]
+        ids = torch.zeros(batch.taps.shape[:2], dtype=torch.long, device=batch.taps.device)
+        ids[batch.is_scored] = batch.tokens  # others are never drafted
+        embedded = self.target.embed(ids).to(batch.taps.dtype)
+        rows = [bridge.maps[0](_first_inputs(batch))]
+        states = self._run_tree(rows)
+        taps = torch.arange(size, device=ids.device)
+        for step in range(1, self.config.num_steps):
+            place = (taps + step).clamp(max=size - 1)  # of the token that is fed; the state before lies one before it
+            rows.append(bridge.again(embedded[:, place], states[-1][:, (place - 1).clamp(min=0)]))
+            states = self._run_tree(rows)
+        return states
+
+    def _run_tree(self, rows: Sequence[Tensor]) -> Tensor:
+        """Normed states [J, B, S, D] of bridged ``rows`` [B, S, D] of every step j, ordered by tap; moved to where they
+        guess from, j - 1 behind it.
 
         The rows form a tree: step 1 of all positions a chain, step j behind step j - 1 of the same tap, so that each
         sees the text up to its tap and the rows of its own draft, as decoding has it.
         """
-        inputs, size = batch.taps, batch.taps.shape[1]
-        if batch.recalls is not None:
-            steps = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-            inputs = torch.cat([inputs, recall_back(batch.recalls, steps)], dim=-1)
-        module = unwrap(self.adapter)
-        maps = active(module.bridge).maps
-        parents = [0, *range(len(maps) * size - 1)]
-        parents[size:] = range((len(maps) - 1) * size)
-        bridged = torch.cat([linear(inputs) for linear in maps], dim=1)  # [B, J S, D]
-        normed = module(self.target, bridged, parents).unflatten(1, (len(maps), size))
-        positions = torch.arange(size, device=inputs.device)
-        return torch.stack([normed[:, j, (positions - j).clamp(min=0)] for j in range(len(maps))])
+        size = rows[0].shape[1]
+        parents = [0, *range(len(rows) * size - 1)]
+        parents[size:] = range((len(rows) - 1) * size)
+        normed = unwrap(self.adapter)(self.target, torch.cat(list(rows), dim=1), parents).unflatten(
+            1, (len(rows), size)
+        )
+        positions = torch.arange(size, device=normed.device)
+        return torch.stack([normed[:, j, (positions - j).clamp(min=0)] for j in range(len(rows))])
+
+
+def _first_inputs(batch: Batch) -> Tensor:
+    """What the bridge reads at a draft's first step, [B, S, (1 + n) D]."""
+    if batch.recalls is None:
+        return batch.taps
+    steps = torch.ones(batch.taps.shape[:2], dtype=torch.long, device=batch.taps.device)
+    return torch.cat([batch.taps, recall_back(batch.recalls, steps)], dim=-1)
 
 
 def _gathered(tensor: Tensor) -> Tensor:
