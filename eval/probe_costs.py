@@ -7,7 +7,8 @@ from functools import partial
 
 from selfspec.costs import NUM_ROWS, interleave, prefilled, random_prompt, time_draft_step, time_pass
 from selfspec.eval.probe_text import Report
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.target import Target
 
 CONTEXT = 256  # tokens already in the cache

@@ -6,12 +6,12 @@ A question has one or more user turns. Formats are told apart by their fields: `
 
 import importlib.resources
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec.files import read_jsonl
+from selfspec.files import read_jsonl, read_records
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,10 @@ def _records(name: str, task: Task, source: str | None) -> Iterable[tuple[str, d
     if name == "quick" and source is None:
         with importlib.resources.as_file(importlib.resources.files("selfspec.eval") / "quick.jsonl") as path:
             return list(read_jsonl(path))
-    if source is not None and (Path(source).is_file() or source.endswith((".json", ".jsonl"))):
-        return read_jsonl(source)
     if source is None and task.dataset is None:
         raise ValueError(f"{name} needs its file of questions: tasks=[{name}:FILE]")
-    return _from_dataset(task, source or str(task.dataset))
-
-
-def _from_dataset(task: Task, dataset: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(f"data set {dataset}: pip install 'selfspec[datasets]', or give a file") from error
-    rows = load_dataset(dataset, task.config if dataset == task.dataset else None, split=task.split)
-    for number, record in enumerate(rows, 1):
-        yield f"{dataset}:{number}", record
+    source = source or str(task.dataset)
+    return read_records(source, task.split, task.config if source == task.dataset else None)
 
 
 def _question(name: str, task: Task, where: str, record: dict[str, Any], number: int, max_turns: int) -> Question:

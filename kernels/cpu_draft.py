@@ -86,6 +86,13 @@ def _run_trunk(d: Any, a: Any, step: int, thread: int) -> None:
 
 
 @njit
+def _run_blocks(b: Any, thread: int) -> None:
+    """The borrowed layers, on what the bridge made."""
+    for number in range(b[NUM_LAYERS]):
+        run_layer(b, cm.words(b[LAYERS] + 8 * LAYER_WORDS * number), thread)
+
+
+@njit
 def _run_block(d: Any, a: Any, step: int, thread: int) -> None:
     """Bridge, block and norm of ``step``, behind its tap or fed with its token and the state before it.
 
@@ -113,7 +120,7 @@ def _run_block(d: Any, a: Any, step: int, thread: int) -> None:
     cm.product(inputs, bridge[0], b[HIDDEN], rows, num_inputs, size, begin, end, size, is_wide)
     cm.settle(b[HIDDEN], bridge[1], rows, begin, end, size, is_wide)
     wait(team)
-    run_layer(b, cm.words(b[LAYERS]), thread)
+    _run_blocks(b, thread)
     cm.norm(b[HIDDEN] + 4 * (rows - 1) * size, d[NORM], normed, 1, size, cm.floats(b[SCALARS])[1], is_wide)
     if thread == 0:
         d[NUM_STEPS] = step + 1
@@ -154,7 +161,7 @@ def _run_rows(d: Any, a: Any, thread: int) -> None:
         cm.product(x, bridge[0], y, rows, num_inputs, size, begin, end, size, is_wide)
         cm.settle(y, bridge[1], rows, begin, end, size, is_wide)
     wait(team)
-    run_layer(b, cm.words(b[LAYERS]), thread)
+    _run_blocks(b, thread)
     normed, num_vocab = d[NORMED] + 4 * thread * count * size, d[NUM_VOCAB]
     cm.norm(b[HIDDEN] + 4 * last * size, d[NORM], normed, count, size, cm.floats(b[SCALARS])[1], is_wide)
     begin, end = cm.share(num_vocab, thread, team)

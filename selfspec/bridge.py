@@ -48,6 +48,20 @@ class Correction(nn.Module):
         return self.after(self.before(places.clamp(min=0)) * (places >= 0)[:, None])
 
 
+class StateCorrection(nn.Module):
+    """The same by a small network on the row and the token before it, which changes the row's normed state."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.own, self.before = nn.Linear(hidden_size, rank), nn.Linear(hidden_size, rank, bias=False)
+        self.after = nn.Linear(rank, hidden_size, bias=False)
+        nn.init.zeros_(self.after.weight)
+
+    def forward(self, normed: Tensor, embedded: Tensor) -> Tensor:
+        """Normed states and input states of the tokens before, [..., D] each -> corrected states [..., D]."""
+        return normed + self.after(nn.functional.silu(self.own(normed) + self.before(embedded)))
+
+
 class RidgeAccumulator:
     """Sums of a ridge regression from X [N, P] to Y [N, Q], kept in float64."""
 
@@ -57,6 +71,7 @@ class RidgeAccumulator:
         self.xy = torch.zeros(num_inputs, num_outputs, dtype=torch.float64)
         self.x_sum = torch.zeros(num_inputs, dtype=torch.float64)
         self.y_sum = torch.zeros(num_outputs, dtype=torch.float64)
+        self.yy = 0.0  # sum of squares
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Count rows x [N, P], y [N, Q]; products are made in float32, sums in float64."""
@@ -66,6 +81,14 @@ class RidgeAccumulator:
         self.xy += (x.T @ y).double().cpu()
         self.x_sum += x.sum(0).double().cpu()
         self.y_sum += y.sum(0).double().cpu()
+        self.yy += float(y.double().square().sum())
+
+    def error(self, weight: Tensor, bias: Tensor) -> float:
+        """Mean squared error, on the rows added, of a map ``weight`` [Q, P] and ``bias`` [Q]."""
+        w, b = weight.double(), bias.double()
+        made = (w @ self.xx * w).sum() + 2 * (w @ self.x_sum) @ b + self.num_rows * b @ b
+        together = (w.T * self.xy).sum() + self.y_sum @ b
+        return float(self.yy - 2 * together + made) / max(self.num_rows, 1)
 
     def solve(self, ridge: float = 1e-3) -> tuple[Tensor, Tensor]:
         """Weight [Q, P] and bias [Q] in float32; ``ridge`` is relative to the mean variance of the inputs."""

@@ -99,15 +99,23 @@ def train_exits(
     overrides: Overrides = None,
     config: Config = "smollm2-135m",
     max_steps: Annotated[int | None, typer.Option(help="Training steps; 0 stops after the closed-form start.")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload the exit to this hub id (owner/name).")] = None,
 ) -> None:
     """Train exit heads on a frozen target that writes its own data."""
     with mistakes_in_one_line():
+        from selfspec.storage import check_hub_id, upload
         from selfspec.training.config import load_train_config
+        from selfspec.training.ranks import is_main
         from selfspec.training.run import train_exits as train
 
+        if push_to_hub is not None:
+            check_hub_id(push_to_hub)  # before hours of training
         settings = [*(overrides or []), *([] if max_steps is None else [f"max_steps={max_steps}"])]
         folder = train(load_train_config(config, settings))
         typer.echo(f"exit written to {folder}")
+        if push_to_hub is not None and is_main():
+            upload(folder, push_to_hub)
+            typer.echo(f"exit uploaded to {push_to_hub}")
 
 
 app.command("eval")(cli_measure.evaluate)

@@ -7,7 +7,10 @@ children) and shares every weight.
 import copy
 from typing import Any
 
-from torch import nn
+import torch
+from accelerate.utils import align_module_device
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
 
 
 def shallow_clone(module: nn.Module, **attributes: Any) -> nn.Module:
@@ -33,6 +36,41 @@ def detached_clone(module: nn.Module) -> nn.Module:
         if child is not None:
             clone._modules[name] = detached_clone(child)
     return clone
+
+
+def dense_clone(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A `detached_clone` without accelerate's hooks, its linear maps dense in ``dtype`` where they are quantised.
+
+    What is offloaded is brought here. Everything else still shares its weights.
+    """
+    clone = detached_clone(module)
+    for (path, child), (_, original) in zip(clone.named_modules(), module.named_modules(), strict=True):
+        for name in ("_hf_hook", "_old_forward", "forward"):  # they would call the original
+            child.__dict__.pop(name, None)
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                child._parameters[name] = nn.Parameter(present(original, name), requires_grad=False)
+        if isinstance(child, nn.Linear) and type(child._parameters["weight"]) is not nn.Parameter:
+            parent, _, name = path.rpartition(".")
+            clone.get_submodule(parent)._modules[name] = _dense(child, dtype)
+    return clone
+
+
+def present(module: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer of ``module``'s own, brought here where accelerate keeps it elsewhere."""
+    held: Tensor = getattr(module, name)
+    if not held.is_meta:
+        return held.detach()
+    with align_module_device(module):
+        return getattr(module, name).detach().clone()
+
+
+def _dense(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    made.weight = nn.Parameter(dequantize_module_weight(linear).detach().to(dtype), requires_grad=False)
+    if linear.bias is not None:
+        made.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+    return made
 
 
 def _same_storage(parameter: nn.Parameter | None) -> nn.Parameter | None:

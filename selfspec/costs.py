@@ -54,10 +54,13 @@ def random_prompt(target: Target, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def prefilled(target: Target, ids: Tensor) -> DecodeState:
-    """A state behind the prompt ``ids`` [1, S], all layers run, with room for the rows of one pass."""
+def prefilled(target: Target, ids: Tensor, num_slots: int = 1) -> DecodeState:
+    """A state behind the prompt ``ids`` [1, S], all layers run, with room for the rows of one pass.
+
+    ``num_slots`` are the cache's layers for an exit's blocks.
+    """
     context = ids.shape[1]
-    cache = KVCache(target.num_layers + 1, context + 16)
+    cache = KVCache(target.num_layers + num_slots, context + 16)
     target.run_layers(target.embed(ids), 0, target.num_layers, cache)
     cache.lengths = [context] * len(cache.lengths)
     return DecodeState(ids[0].tolist(), cache, context + 16, target.vocab_size, target.device)
@@ -83,7 +86,7 @@ def time_draft_step(target: Target, state: DecodeState, head: ExitHead, exit_lay
 
     def run() -> None:
         tap = target.run_layers(target.embed(token, first), 0, exit_layer, state.cache)
-        head.logits(head.states(target, state, tap, range(1, 2))).argmax()
+        head.logits(target, head.states(target, state, tap, range(1, 2))).argmax()
 
     seconds = timed(run)
     state.cache.rollback(first)
@@ -112,7 +115,7 @@ def pass_costs(model: EarlyExitModel, rounds: int, contexts: Sequence[int] = CON
     found = {}
     for context in contexts:
         ids = random_prompt(target, context + 8)
-        state = prefilled(target, ids[:, :context])
+        state = prefilled(target, ids[:, :context], 1 if head is None else max(1, len(head.blocks)))
         methods: dict[str, Callable[[], float]] = {
             f"pass_{n}": partial(time_pass, target, state, ids[:, context : context + n]) for n in NUM_ROWS
         }
@@ -150,7 +153,7 @@ def weight_share(model: EarlyExitModel, head: ExitHead) -> float:
     target = model.target
     drafting = [*target.layers[: head.exit_layer], head.head.output]
     if head.adapter is not None:
-        drafting += [head.block, head.bridge.maps[0]]
+        drafting += [*head.blocks, head.bridge.maps[0]]
     return count(*drafting) / count(*target.layers, target.output)
 
 
@@ -174,8 +177,8 @@ def _draft_parts(
         target.run_layers(tap, 0, head.exit_layer, cache)
         if head.adapter is not None:
             hidden = head.bridge(tap, state.recall, 1)
-            slot = range(target.num_layers, target.num_layers + 1)
-            target.run_modules([head.block], hidden, slot, cache)
+            if head.blocks:
+                target.run_modules(head.blocks, hidden, head.slots(target), cache)
         head.head(tap)
         seconds = time.perf_counter() - began
         cache.rollback(context)

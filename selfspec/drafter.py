@@ -158,7 +158,7 @@ class ChainDrafter:
 
     def guess(self, normed: Tensor, state: "DecodeState", drafted: list[int]) -> Guess | None:
         """The token behind ``drafted`` ones, from ``normed`` [1, 1, D]; None, for good, where logits are not finite."""
-        logits = self.exit_head.logits(normed, drafted[-1] if drafted else None)  # [V_d]
+        logits = self.exit_head.logits(self.target, normed, drafted[-1] if drafted else None)  # [V_d]
         self.is_broken = not math.isfinite(logits.amax())
         if self.is_broken:
             return None
@@ -198,8 +198,7 @@ class RecursiveDrafter(ChainDrafter):
     def propose(self, state: "DecodeState") -> Draft:
         """The draft; the block's keys and values of guessed states do not stay."""
         draft = super().propose(state)
-        slot = self.target.num_layers
-        state.cache.rollback(len(state.tokens), range(slot, slot + 1))
+        state.cache.rollback(len(state.tokens), self.exit_head.slots(self.target))
         return draft
 
     def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:

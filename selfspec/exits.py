@@ -1,170 +1,28 @@
 """Exit heads: from the state after layer N (the tap) to a guess at the next token.
 
-    tap -> bridge -> one decoder block borrowed from the target -> exit norm -> rows of the target's output layer
+    tap -> bridge -> decoder blocks borrowed from the target -> exit norm -> rows of the target's output layer
 
-The head lives outside the base model and strictly behind the tap, so nothing it learns can change the target. It is an
-ordinary PEFT adapter: LoRA on the borrowed block, and bridge, norm and confidence saved whole. An untrained exit is the
-target's own norm and output layer on the tap (the logit lens).
+`ExitModule` has the trained parts. An untrained exit is the target's own norm and output layer on the tap (the logit
+lens).
 
 Shapes: B batch, R rows, D hidden, V vocabulary, V_d drafted vocabulary, n recalled layers.
 """
 
-import copy
 import math
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from selfspec.bridge import Bridge, Correction
-from selfspec.clones import detached_clone
+from selfspec.clones import present
+from selfspec.exit_module import ExitConfig, active, fold, unwrap
 from selfspec.head import Head
 from selfspec.linears import with_dispatched_linears
 from selfspec.target import Target
 
 if TYPE_CHECKING:
     from selfspec.decode import DecodeState
-
-TRAINED_WHOLE = ["bridge", "exit_norm", "confidence"]
-Form = Literal["chain", "recursive", "parallel"]
-FORMS = get_args(Form)
-
-
-class ExitConfig(BaseModel):
-    """Shape of one exit head; stored in its sidecar."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    exit_layer: int  # N: drafting runs layers [0, N)
-    recall_layers: tuple[int, ...] = ()  # depths whose states of earlier positions the bridge also reads
-    form: Form = "chain"  # through the trunk a token, on the exit's own output, or all from one pass
-    num_steps: int = Field(default=1, ge=1)  # draft steps that it is trained for
-    correction_rank: int = Field(default=0, ge=0)  # of the bias on logits by the token drafted before; 0: none
-    draft_vocab: tuple[int, ...] | None = None  # token ids that the head scores; None: all
-    lora_rank: int = Field(default=32, ge=1)
-    lora_alpha: int = Field(default=64, ge=1)
-    draft_len: int = Field(default=2, ge=0)  # k, chosen from measured costs
-    min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
-    min_accepted: float = Field(default=0.05, ge=0.0)  # accepted drafts a cycle below which drafting pauses
-
-    @field_validator("draft_vocab")
-    @classmethod
-    def _is_sorted_set(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if ids is not None and (not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids))):
-            raise ValueError("token ids must be given once each, in rising order, from 0 on")
-        return ids
-
-    @property
-    def num_maps(self) -> int:
-        """Bridge maps: one a step, where steps read different things of the target."""
-        if self.form == "recursive":
-            return 1
-        return self.num_steps if self.recall_layers or self.form == "parallel" else 1
-
-    def check(self, num_layers: int, vocab_size: int | None = None) -> None:
-        """Raise ValueError unless the exit fits a target of ``num_layers`` layers (and so many token ids)."""
-        lowest = 0 if self.recall_layers else 1
-        if not lowest <= self.exit_layer < num_layers:
-            raise ValueError(f"exit layer {self.exit_layer} is not in {lowest}..{num_layers - 1}")
-        if any(not self.exit_layer <= layer <= num_layers for layer in self.recall_layers):
-            raise ValueError(f"recalled layers {self.recall_layers} are not in {self.exit_layer}..{num_layers}")
-        if vocab_size is not None and self.draft_vocab is not None and self.draft_vocab[-1] >= vocab_size:
-            raise ValueError(f"drafted token {self.draft_vocab[-1]} is beyond the vocabulary of {vocab_size}")
-
-
-class ExitModule(nn.Module):
-    """The trainable parts and the borrowed block, as PEFT sees them. Never registered inside the base model."""
-
-    def __init__(self, target: Target, config: ExitConfig) -> None:
-        super().__init__()
-        config.check(target.num_layers)
-        self.name_or_path = target.name  # PEFT records it
-        size = target.hidden_size
-        self.bridge = Bridge(size, len(config.recall_layers), config.num_maps, config.form == "recursive")
-        self.correction: Correction | None = None
-        if config.correction_rank:
-            num_drafted = target.vocab_size if config.draft_vocab is None else len(config.draft_vocab)
-            self.correction = Correction(num_drafted, config.correction_rank)
-        self.block = detached_clone(target.layers[-1])  # frozen weights are shared, LoRA goes on top
-        child: Any
-        for child in self.block.modules():
-            if hasattr(child, "layer_idx"):
-                child.layer_idx = target.num_layers  # its keys and values get a cache layer of their own
-        self.exit_norm = copy.deepcopy(target.norm)
-        self.confidence = nn.Linear(size, 1)
-        nn.init.zeros_(self.confidence.weight)
-        nn.init.constant_(self.confidence.bias, 4.0)  # untrained: go on drafting
-        self.to(target.device)
-        for name in self.trained_whole:
-            getattr(self, name).to(target.dtype)
-
-    @property
-    def trained_whole(self) -> list[str]:
-        """Parts that are trained and saved as they are; the block has LoRA."""
-        return TRAINED_WHOLE + (["correction"] if self.correction is not None else [])
-
-    def forward(self, target: Target, inputs: Tensor, parents: Sequence[int] | None = None) -> Tensor:
-        """Normed states [B, R, D] of bridge outputs ``inputs`` [B, R, D] (training): whole sequences, or trees."""
-        slots = range(target.num_layers, target.num_layers + 1)
-        return self.exit_norm(target.run_uncached([self.block], inputs, slots, parents=parents))
-
-
-def build_adapter(target: Target, config: ExitConfig, dtype: torch.dtype | None = None) -> PeftModel:
-    """A fresh `ExitModule` wrapped by PEFT: LoRA on every linear map of the block, the rest trained whole.
-
-    ``dtype`` is that of what is trained (None: the target's).
-    """
-    module = ExitModule(target, config)
-    maps = [n for n, m in module.block.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-    lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        # full paths: on a bare target nothing matches, and loading there fails instead of adapting the wrong layers
-        target_modules=rf"block\.({'|'.join(n.replace('.', chr(92) + '.') for n in maps)})",
-        modules_to_save=module.trained_whole,
-    )
-    adapter = get_peft_model(module, lora, autocast_adapter_dtype=False)
-    for layer in adapter.modules():
-        if isinstance(layer, LoraLayer):
-            layer.merge = _refuse_merging
-    for parameter in adapter.parameters():
-        if parameter.requires_grad and dtype is not None:
-            parameter.data = parameter.data.to(dtype)
-    return adapter.to(target.device)
-
-
-def _refuse_merging(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("merging an exit adapter would write into the target's own weights: it is refused")
-
-
-def unwrap(adapter: PeftModel) -> ExitModule:
-    """The `ExitModule` inside a PEFT model."""
-    return adapter.base_model.model
-
-
-def active(module: nn.Module) -> Any:
-    """What PEFT trains in the place of ``module``."""
-    return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module
-
-
-def fold(block: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of ``block`` with LoRA added to its linear maps, in weights of its own; the target keeps its own."""
-    clone = detached_clone(block)
-    for path, module in block.named_modules():
-        if isinstance(module, LoraLayer):
-            plain: Any = detached_clone(module.get_base_layer())
-            with torch.no_grad():
-                delta = module.get_delta_weight("default").to(plain.weight.dtype)
-                plain.weight = nn.Parameter((plain.weight + delta).to(dtype), requires_grad=False)
-            clone.get_submodule(path.rpartition(".")[0])._modules[path.rpartition(".")[2]] = plain
-    return with_dispatched_linears(clone)
 
 
 class ExitHead:
@@ -186,13 +44,14 @@ class ExitHead:
         ids = config.draft_vocab
         self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
         norm = target.norm
+        self.blocks: list[nn.Module] = []
         self.correction: Any = None
         if adapter is not None:
             module = unwrap(adapter)
             self.bridge: Any = with_dispatched_linears(active(module.bridge))
             self.confidence = active(module.confidence)
             self.correction = None if module.correction is None else active(module.correction)
-            self.block = fold(module.block, target.dtype)
+            self.blocks = [fold(block, target.dtype) for block in active(module.blocks)]
             norm = active(module.exit_norm)
         self.norm = norm
         with torch.no_grad():
@@ -219,14 +78,13 @@ class ExitHead:
     def catch_up(self, target: Target, state: "DecodeState") -> None:
         """Let the block see the positions that it has not seen: behind a prompt, all of it."""
         held, state.backlog = state.backlog, []
-        if self.adapter is None or not held:
+        if not self.blocks or not held:
             return
         recalls = [r for _, r in held if r is not None]
         inputs = self.bridge(
             torch.cat([taps for taps, _ in held], dim=1), torch.cat(recalls, dim=1) if recalls else None
         )
-        slots = range(target.num_layers, target.num_layers + 1)
-        target.run_modules([self.block], inputs, slots, state.cache)
+        self._run_blocks(target, state, inputs)
 
     def states(self, target: Target, state: "DecodeState", tap: Tensor, steps: range) -> Tensor:
         """Normed states [1, K, D] of the K draft ``steps``, counted from 1, of ``tap`` [1, 1, D]: bridge, block, norm.
@@ -236,14 +94,14 @@ class ExitHead:
         held, state.backlog = state.backlog, []  # positions accepted since the block last ran: it has no keys for them
         if self.adapter is None:
             return self.norm(tap)
+        held = held if self.blocks else []
         taps = torch.cat([*(taps for taps, _ in held), tap], dim=1)
         recalls = state.recall
         if recalls is not None:
             recalls = torch.cat([*(r for _, r in held if r is not None), recalls], dim=1)
         inputs = [self.bridge(taps, recalls, steps.start)]
         inputs += [self.bridge(tap, state.recall, step) for step in steps[1:]]
-        slots = range(target.num_layers, target.num_layers + 1)
-        made = target.run_modules([self.block], torch.cat(inputs, dim=1), slots, state.cache)
+        made = self._run_blocks(target, state, torch.cat(inputs, dim=1))
         if len(steps) > 1:
             state.cache.rollback(len(state.tokens))  # rows that knew no token of their own must not stay
         return self.norm(made[:, -len(steps) :])
@@ -254,8 +112,14 @@ class ExitHead:
         """
         if self.adapter is None:
             return self.norm(embedded)
-        slots = range(target.num_layers, target.num_layers + 1)
-        return self.norm(target.run_modules([self.block], self.bridge.again(embedded, normed), slots, state.cache))
+        return self.norm(self._run_blocks(target, state, self.bridge.again(embedded, normed)))
+
+    def slots(self, target: Target) -> range:
+        """Where its blocks keep keys and values: layers of the cache behind the target's."""
+        return range(target.num_layers, target.num_layers + len(self.blocks))
+
+    def _run_blocks(self, target: Target, state: "DecodeState", inputs: Tensor) -> Tensor:
+        return target.run_modules(self.blocks, inputs, self.slots(target), state.cache) if self.blocks else inputs
 
     def chance(self, normed: Tensor) -> float:
         """Probability that the draft from ``normed`` [1, 1, D] will be accepted; 1 where nothing was trained."""
@@ -263,12 +127,17 @@ class ExitHead:
             return 1.0
         return 1 / (1 + math.exp(-float(self.confidence(normed)[0, 0, 0])))
 
-    def logits(self, normed: Tensor, before: int | None = None) -> Tensor:
+    def logits(self, target: Target, normed: Tensor, before: int | None = None) -> Tensor:
         """Logits [V_d] in float32 from ``normed`` [1, 1, D], behind the drafted token ``before`` if there is one."""
+        token = None
+        if before is not None and self.correction is not None:
+            token = torch.tensor([before], device=normed.device)
+        by_state = self.config.correction == "state"
+        if token is not None and by_state:
+            normed = self.correction(normed, target.embed(token[None]))
         logits = self.head(normed)[0, -1].float()
-        if before is None or self.correction is None:
+        if token is None or by_state:
             return logits
-        token = torch.tensor([before], device=logits.device)
         return logits + self.correction(places_among(self.vocab_ids, token))[0].float()
 
     def token_ids(self, target: Target) -> Tensor:
@@ -310,9 +179,10 @@ def slice_output(output: Any, ids: Tensor | None) -> nn.Module:
     """The rows ``ids`` of an output layer, as a linear layer of their own."""
     if ids is None:
         return output
-    weight, bias = output.weight, getattr(output, "bias", None)
+    weight = present(output, "weight")
+    bias = None if getattr(output, "bias", None) is None else present(output, "bias")
     small = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
-    small.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+    small.weight = nn.Parameter(weight[ids], requires_grad=False)
     if bias is not None:
-        small.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+        small.bias = nn.Parameter(bias[ids], requires_grad=False)
     return small

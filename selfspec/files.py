@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import filelock
 
 LOCK_FILE = ".lock"
+HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(@[\w.\[\]:%-]+)?")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,6 +31,31 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
             yield where, record
+
+
+def read_records(
+    source: str | os.PathLike[str], split: str = "train", config: str | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, record) from a jsonl file, or from a data set on the hub: owner/name, or owner/name@split.
+
+    Raises ValueError where `datasets` is needed and missing, OSError where the data set is not to be had.
+    """
+    text = str(source)
+    if Path(source).exists() or text.endswith((".json", ".jsonl")) or not HUB_DATASET.fullmatch(text):
+        yield from read_jsonl(source)
+        return
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"data set {text}: pip install 'selfspec[datasets]', or give a file") from error
+    name, _, part = text.partition("@")
+    try:
+        rows = load_dataset(name, config, split=part or split)
+    except Exception as error:  # of many kinds; all mean that it is not to be had
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OSError(f"cannot fetch data set {text!r}: {reason}; check name and network, or give a file") from error
+    for number, record in enumerate(rows, 1):
+        yield f"{text}:{number}", record
 
 
 def write_atomically(path: Path, data: bytes) -> None:

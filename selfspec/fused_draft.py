@@ -32,9 +32,9 @@ class FusedDraft:
     def _prepare(self, draft_len: int, min_confidence: float) -> Any:
         """The kernel with the head's weights; None where something is not as it expects."""
         target, head, kernels = self.target, self.exit_head, dispatch.cpu_kernels(self.target.device)
-        if kernels is None or head.adapter is None:
+        if kernels is None or not head.blocks:
             return None
-        if not self.is_one_pass and head.correction is not None:
+        if head.correction is not None and (not self.is_one_pass or head.config.correction == "state"):
             return None  # steps are corrected one by one
         table: Any = target.base.get_input_embeddings()
         norm: Any = head.norm
@@ -71,8 +71,8 @@ class FusedDraft:
             return None
         dtype = target.dtype
         like = torch.empty(1, 1, target.hidden_size, dtype=dtype)
-        shallow, slot = range(head.exit_layer), range(target.num_layers, target.num_layers + 1)
-        block = target.fused.plan([head.block], like, slot, cache)
+        shallow, slots = range(head.exit_layer), head.slots(target)
+        block = target.fused.plan(head.blocks, like, slots, cache)
         trunk = block and target.fused.plan(target.layers[: head.exit_layer], like, shallow, cache, block)
         if trunk is None or block is None or trunk.call(1).threads != kernel.threads:
             return None
@@ -82,7 +82,7 @@ class FusedDraft:
         for call in (*trunks, *blocks):
             call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
-        position, seen = cache.lengths[0], cache.lengths[slot.start]
+        position, seen = cache.lengths[0], cache.lengths[slots.start]
         made = kernel(trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
         is_sound = [math.isfinite(top) for top in made.tops]
         is_broken = not all(is_sound)
@@ -93,7 +93,7 @@ class FusedDraft:
         cache.advance(shallow, len(tokens) + 1)
         num_steps = made.num_steps if len(tokens) == len(made.tokens) else max(len(tokens), 1)
         # rows of a parallel or recursive draft knew no tap of their own: they do not stay
-        cache.advance(slot, rows + num_steps - 1 if is_chain else rows)
+        cache.advance(slots, rows + num_steps - 1 if is_chain else rows)
         draft = Draft(
             tokens=torch.tensor([tokens], dtype=torch.long),
             parents=torch.arange(len(tokens))[None],

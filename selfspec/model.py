@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -25,10 +24,11 @@ from selfspec import settings
 from selfspec.cache import KVCache
 from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, decode, exact_width, is_exact_by_default
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
-from selfspec.exits import FORMS, ExitHead
+from selfspec.exit_module import FORMS
+from selfspec.exits import ExitHead
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
-from selfspec.storage import check_name, fits, load_exits, save_exit
+from selfspec.storage import check_name, fits, load_exits, save_exit, upload
 from selfspec.target import Target
 
 SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
@@ -138,9 +138,7 @@ class EarlyExitModel:
 
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            api = HfApi()
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision)
+            upload(folder, repo_id, private, revision)
 
     # ---- generating ----------------------------------------------------------------------------------------------
 
@@ -217,9 +215,11 @@ class EarlyExitModel:
         width = self._exact_width(draft_len) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
+        head = drafter.exit_head
+        num_slots = 1 if head is None else max(1, len(head.blocks))
         state = DecodeState(
             tokens=list(prompt.tokens),
-            cache=KVCache(self.target.num_layers + 1, max_length + (width or draft_len + 1), width),
+            cache=KVCache(self.target.num_layers + num_slots, max_length + (width or draft_len + 1), width),
             max_length=max_length,
             vocab_size=self.target.vocab_size,
             device=self.target.device,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
@@ -24,7 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.clones import present
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
+from selfspec.model_card import model_card
 from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.target import Target
 
@@ -65,6 +68,9 @@ def fingerprint(base: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(base.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        if tensor.is_meta:  # offloaded
+            owner, _, leaf = name.rpartition(".")
+            tensor = present(base.get_submodule(owner), leaf)
         if tensor.is_floating_point() and tensor.numel():
             flat = tensor.detach().reshape(-1)
             places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
@@ -106,7 +112,7 @@ def save_exit(
         sidecar = _sidecar(exit_head, target, tokenizer, training, metrics)
         sidecar["weights_sha256"] = _sha256(temporary / WEIGHTS)
         (temporary / SIDECAR).write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
-        (temporary / "README.md").write_text(_model_card(exit_head.name, sidecar), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(exit_head.name, sidecar), encoding="utf-8")
         temporary.chmod(0o755)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
@@ -142,18 +148,6 @@ def _sidecar(
         "training": training if training is not None else held.get("training", {}),
         "metrics": metrics if metrics is not None else held.get("metrics", {}),
     }
-
-
-def _model_card(name: str, sidecar: dict[str, Any]) -> str:
-    head = {k: v for k, v in sidecar["head"].items() if k != "draft_vocab"}
-    rows = "\n".join(f"| {k} | {v} |" for k, v in {**head, **sidecar["metrics"]}.items() if not isinstance(v, dict))
-    return (
-        f"---\nlibrary_name: peft\nbase_model: {sidecar['base']['id']}\ntags: [selfspec, speculative-decoding]\n---\n\n"
-        f"# Exit head `{name}`\n\nDrafts tokens for lossless self-speculative decoding with "
-        f"`{sidecar['base']['id']}`:\n\n```python\nfrom selfspec import EarlyExitModel\n\n"
-        f'model = EarlyExitModel.from_pretrained("{sidecar["base"]["id"]}", exits="path/of/this/folder")\n```\n\n'
-        f"| setting or metric | value |\n|---|---|\n{rows}\n"
-    )
 
 
 def load_exits(
@@ -196,18 +190,49 @@ def _is_same_base(target: Target, base: dict[str, Any]) -> bool:
     return base["id"] == target.name == DEFAULT_HUB_ID or fingerprint(target.base) in base["fingerprints"]
 
 
+def check_hub_id(text: str) -> str:
+    """Return ``text`` if it is owner/name; raises ValueError otherwise."""
+    if not re.fullmatch(rf"{NAME.pattern}/{NAME.pattern}", text) or ".." in text:
+        raise ValueError(f"{text!r} is not a hub id (owner/name)")
+    return text
+
+
+def upload(
+    folder: str | os.PathLike[str], repo_id: str, private: bool | None = None, revision: str | None = None
+) -> None:
+    """Put the exits in ``folder``, of one exit or of several, on the hub; whatever else lies there stays.
+
+    Raises OSError, in one line, where the hub does not take it.
+    """
+    folder, api = Path(folder), HfApi()
+    names = ["."] if (folder / SIDECAR).is_file() else [path.parent.name for path in folder.glob(f"*/{SIDECAR}")]
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        for name in sorted(names):
+            place = None if name == "." else name
+            api.upload_folder(repo_id=repo_id, folder_path=folder / name, path_in_repo=place, revision=revision)
+    except Exception as error:  # the hub client raises many kinds; all mean that the exits are not there
+        raise OSError(f"cannot upload {folder} to {repo_id}: {_first_line(error)}; the exit itself is saved") from error
+
+
 def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
     text = str(source)
-    if not re.fullmatch(rf"{NAME.pattern}/{NAME.pattern}", text) or ".." in text:
-        raise ValueError(f"{text!r} is neither a folder nor a hub id (owner/name)")
+    try:
+        check_hub_id(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a folder nor a hub id (owner/name)") from None
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
     except Exception as error:  # the hub client raises many kinds; all mean that the exits are not to be had
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _first_line(error)
         raise OSError(f"cannot fetch exits {text!r}: {reason}; check name and network, or pass a folder") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def load_exit(
@@ -261,7 +286,7 @@ def _read_sidecar(folder: Path) -> dict[str, Any]:
             f"{path}: not a valid exit ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
     for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
-        if adapter.get(key) != sidecar["head"][name]:
+        if adapter.get(key) != (sidecar["head"][name] or 1):  # PEFT knows no rank 0
             raise ExitMismatchError(
                 f"{folder}: adapter_config.json has {key} {adapter.get(key)}, the sidecar {sidecar['head'][name]}"
             )

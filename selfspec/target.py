@@ -214,7 +214,10 @@ class Target:
         cache: KVCache,
         parents: Sequence[int] | None = None,
     ) -> Tensor:
-        """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``."""
+        """`run_layers` for given layer modules, whose keys and values live in the layers ``slots`` of ``cache``.
+
+        Modules beyond the target's own are called like its last ones.
+        """
         if parents is not None and cache.pads is not None:
             raise ValueError("a draft tree belongs to one sequence without padding")
         num_rows, first = hidden.shape[1], cache.lengths[slots.start]
@@ -231,9 +234,11 @@ class Target:
         by_layer = calls.at(place, self.device)
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
-            hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], cache)
+            hidden = call_layer(
+                module, hidden, by_layer[slot if slot < self.num_layers else slot - len(modules)], cache
+            )
         cache.advance(slots, num_rows)
-        return hidden[:, :num_rows]
+        return hidden[:, :num_rows].to(self.device)  # layers may lie on several
 
     def finish(
         self,
@@ -267,7 +272,7 @@ class Target:
         num_rows = hidden.shape[1]
         if cache is not None and cache.width is not None:
             hidden = pad_rows(hidden, cache.width)
-        return self.head(hidden)[:, :num_rows].float()
+        return self.head(hidden)[:, :num_rows].float().to(self.device)
 
     def run_uncached(
         self,
@@ -279,17 +284,21 @@ class Target:
     ) -> Tensor:
         """Run layer modules over whole sequences ``hidden`` [B, R, D] from position 0, keeping nothing.
 
-        ``slots`` says which layers of the target they are called like (mask, rotary table); beyond the last: like it.
+        ``slots`` says which layers of the target they are called like (mask, rotary table), as in `run_modules`.
         ``mask`` takes the place of the family's own. ``parents`` as in `run_layers`: row 0 stands at position 0.
         """
         num_rows = hidden.shape[1]
         place = Place(0, num_rows, num_rows, None if parents is None else tuple(parents))
         by_layer = self._record_calls(num_rows).at(place, self.device, mask)
-        for module, slot in zip(modules, slots, strict=True):
-            hidden = call_layer(module, hidden, by_layer[min(slot, self.num_layers - 1)], None)
+        for module, layer in zip(modules, self._called_like(slots), strict=True):
+            hidden = call_layer(module, hidden, by_layer[layer], None)
         return hidden
 
     # ---- how the family calls its layers -------------------------------------------------------------------------
+
+    def _called_like(self, slots: range) -> list[int]:
+        """The target's layers whose masks and tables modules at ``slots`` are called with."""
+        return [slot if slot < self.num_layers else slot - len(slots) for slot in slots]
 
     def _find_layers(self) -> tuple[list[str], nn.ModuleList]:
         for name, module in self.base.named_modules():

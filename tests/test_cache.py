@@ -9,7 +9,8 @@ from torch import nn
 from selfspec.cache import KVCache
 from selfspec.decode import decode
 from selfspec.drafter import DRAFTERS, ChainDrafter
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.target import Target
 from tests.conftest import (
     ScriptedDrafter,

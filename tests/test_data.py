@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from selfspec.exits import ExitConfig
+from selfspec.exit_module import ExitConfig
 from selfspec.files import locked, read_jsonl
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import load_target_model
@@ -21,7 +21,7 @@ from selfspec.training.data import Row, load_shards, prompt_ids, read_prompts, r
 from selfspec.training.generate_data import write_data
 from selfspec.training.kept_states import KeptStates, collect_cached
 from selfspec.training.run import train_exits
-from selfspec.training.states import collect
+from selfspec.training.states import collect, kept_depths
 from selfspec.training.workers import num_workers_for
 from tests.conftest import build_model, byte_tokenizer, prompt_of
 
@@ -221,11 +221,11 @@ def test_rows_that_end_leave_and_the_others_go_on_unchanged(model):
 
 def test_states_kept_while_writing_are_those_of_a_pass_over_the_rows(tmp_path, model, tokenizer, prompts_file):
     target, config = Target(model), ExitConfig(exit_layer=1, recall_layers=(1, 2))
-    kept = KeptStates(tmp_path / "states", config, "this model")
-    generate(model, tokenizer, tmp_path / "data", 60, prompts=prompts_file, kept=kept)
+    kept, depths = KeptStates(tmp_path / "states", "this model"), kept_depths(target.num_layers, config)
+    generate(model, tokenizer, tmp_path / "data", 60, prompts=prompts_file, kept=kept, depths=depths)
     rows = load_shards(tmp_path / "data")
-    for row, found, made in zip(rows, kept.find(rows), collect(target, config, rows), strict=True):
-        assert found is not None, row
+    for row, held, made in zip(rows, kept.find(rows, depths), collect(target, config, rows), strict=True):
+        found = held.for_exit(config, row)
         assert found.answer_start == made.answer_start
         assert found.taps.shape == made.taps.shape == (len(row.ids) - 1, 32)
         for name in ("taps", "recalls", "wanted", "finals", "log_sums"):
@@ -233,7 +233,7 @@ def test_states_kept_while_writing_are_those_of_a_pass_over_the_rows(tmp_path, m
         assert torch.equal(found.argmaxes, made.argmaxes)
         if row.temperature == 0:
             assert found.argmaxes.tolist() == row.ids[row.answer_start :].tolist()
-    assert KeptStates(tmp_path / "states", config, "another model").find(rows) == [None] * len(rows)
+    assert not any(held.by_depth for held in KeptStates(tmp_path / "states", "another model").find(rows, depths))
 
 
 def test_draws_follow_the_distribution():
@@ -247,7 +247,7 @@ def test_draws_follow_the_distribution():
 @pytest.mark.parametrize("kind", ["prompts", "self"])
 def test_a_run_in_two_parts_writes_the_rows_of_one_run(tmp_path, model, tokenizer, prompts_file, kind, monkeypatch):
     if kind == "self":  # a random model needs many end tokens to end a user's turn soon
-        monkeypatch.setattr(generate_data, "_eos_ids", lambda _: list(range(1, 60)))
+        monkeypatch.setattr(generate_data, "eos_ids", lambda _: list(range(1, 60)))
     prompts = {"prompts": prompts_file if kind == "prompts" else None}
     generate(model, tokenizer, tmp_path / "whole", 120, **prompts)
     generate(model, tokenizer, tmp_path / "parts", 30, **prompts)
@@ -273,7 +273,7 @@ def test_two_writers_do_not_share_a_folder(tmp_path, model, tokenizer, prompts_f
 
 
 def test_a_model_that_never_answers_is_given_up(tmp_path, model, tokenizer, monkeypatch):
-    monkeypatch.setattr(generate_data, "_eos_ids", lambda _: list(range(len(tokenizer))))
+    monkeypatch.setattr(generate_data, "eos_ids", lambda _: list(range(len(tokenizer))))
     with pytest.raises(ValueError, match="wrote no answer in 16 batches"):
         generate(model, tokenizer, tmp_path / "d", 10)
     with pytest.raises(ValueError, match=r"no manifest\.json"):
@@ -313,7 +313,7 @@ def test_a_whole_run_writes_learns_and_saves_without_a_second_pass(
     )  # fmt: skip
     with locked(tmp_path / "run"), pytest.raises(BlockingIOError, match="another process"):
         train_exits(config)
-    monkeypatch.setattr(kept_states, "collect", lambda *_: pytest.fail("a second pass over the rows"))
+    monkeypatch.setattr(kept_states, "teach", lambda *_: pytest.fail("a second pass over the rows"))
     saved = train_exits(config)
     decoder = EarlyExitModel.from_pretrained(tmp_path / "model", exits=str(saved))
     ids = torch.tensor([prompt_ids(tokenizer, [{"role": "user", "content": "x"}])])
@@ -336,8 +336,8 @@ def test_two_processes_write_what_one_would(tmp_path, model, tokenizer):
         rows[count] = load_shards(tmp_path / f"data{count}")
     assert [row.ids.tolist() for row in rows[1]] == [row.ids.tolist() for row in rows[2]]
     target, config = Target(held), ExitConfig(exit_layer=1, recall_layers=(1,))
-    one = collect_cached(target, KeptStates(tmp_path / "s1", config, "t"), rows[1], 8)
-    two = collect_cached(target, KeptStates(tmp_path / "s2", config, "t"), rows[1], 8, num_workers=2)
+    one = collect_cached(target, KeptStates(tmp_path / "s1", "t"), config, rows[1], 8)
+    two = collect_cached(target, KeptStates(tmp_path / "s2", "t"), config, rows[1], 8, num_workers=2)
     assert all(torch.equal(a.finals, b.finals) for a, b in zip(one, two, strict=True))
     for child in multiprocessing.active_children():
         child.join(timeout=30)

@@ -7,7 +7,8 @@ import torch
 
 from selfspec.decode import DecodeState, decode
 from selfspec.drafter import ChainDrafter, ParallelDrafter, RecursiveDrafter
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.fused_draft import FusedDraft
 from selfspec.kernels import dispatch
 from selfspec.target import Target

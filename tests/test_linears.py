@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from selfspec.clones import detached_clone
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.linears import DispatchedLinear, with_dispatched_linears
 from selfspec.target import Target
 from tests.conftest import build_model
@@ -40,7 +41,7 @@ def test_all_linear_layers_of_a_trained_exit_go_through_the_kernels() -> None:
     target = Target(build_model("llama"))
     config = ExitConfig(exit_layer=2, recall_layers=(2, 4), draft_vocab=tuple(range(3, 80)), lora_rank=2)
     head = ExitHead(target, "new", config, build_adapter(target, config))
-    modules = [m for part in (head.block, head.bridge, head.head.output) for m in part.modules()]
+    modules = [m for part in (*head.blocks, head.bridge, head.head.output) for m in part.modules()]
     linears = [m for m in modules if isinstance(m, nn.Linear)]
     assert len(linears) == 7 + config.num_steps + 1
     assert all(type(m) is DispatchedLinear for m in linears)

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from selfspec.exits import build_adapter
+from selfspec.exit_module import build_adapter
 from selfspec.target import Target
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import LOSSES

@@ -10,7 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from selfspec.decode import EXACT_WIDTHS, exact_width
 from selfspec.drafter import HOPE, RETRY, WINDOW, ChainDrafter, NoDrafter, Pace
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.sampling import NonFiniteLogitsError, Sampling
 from selfspec.stats import DecodeStats
 from selfspec.target import Target

@@ -20,7 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import EarlyExitModel
 from selfspec.drafter import DRAFTERS, ChainDrafter
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.proof import UnsupportedModelError
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.storage import fingerprint

@@ -10,7 +10,7 @@ from selfspec.config import config_names
 from selfspec.target import Target
 from selfspec.training.confidence import fit_logistic
 from selfspec.training.config import load_train_config
-from selfspec.training.losses import RowScores, walk_cycles
+from selfspec.training.metrics import RowScores, calibration_error, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import train_on_rows
 from selfspec.training.scores import score_rows
@@ -31,6 +31,22 @@ def test_cycles_are_walked_as_decoding_goes() -> None:
     stopped = walk_cycles(row(True, 0.9, 0.5), 2, min_confidence=0.6)
     assert (stopped.num_drafted, stopped.num_steps) == ([1] * 4 + [0], [2] * 4 + [0])
     assert walk_cycles(row(True, 0.2, 0.9), 2, min_confidence=0.6).num_steps == [1] * 8 + [0]
+
+
+def test_accepted_drafts_are_marked() -> None:
+    """Drafts of two while right: of nine tokens every third is the target's own, and what follows a wrong one."""
+    right = RowScores([[True] * 9] * 2, [[0.9] * 9] * 2)
+    assert walk_cycles(right, 2).is_drafted == [True, True, False] * 3
+    first_wrong = RowScores([[False] + [True] * 8, [True] * 9], [[0.9] * 9] * 2)
+    assert walk_cycles(first_wrong, 2).is_drafted == [False] + [True, True, False] * 2 + [True, False]
+
+
+def test_calibration_error_is_how_far_confidence_lies_from_truth() -> None:
+    """Sure and right: 0. Sure of .8 where half are right: .3. Bins are weighted by what falls into them."""
+    assert calibration_error([RowScores([[True] * 4], [[1.0] * 4])]) == 0
+    halves = RowScores([[True, False] * 10], [[0.8] * 20])
+    assert calibration_error([halves]) == pytest.approx(0.3)
+    assert calibration_error([halves, RowScores([[True] * 20], [[1.0] * 20])]) == pytest.approx(0.15)
 
 
 def test_drafting_is_planned_from_costs_and_confidence() -> None:

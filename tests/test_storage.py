@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from selfspec import EarlyExitModel
 from selfspec.drafter import DRAFTERS, ChainDrafter
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.storage import SIDECAR, WEIGHTS, ExitMismatchError, fingerprint, load_exits, save_exit
 from selfspec.target import Target
@@ -305,24 +306,3 @@ def test_another_copy_of_the_default_model_is_taken_with_a_notice(folder, monkey
     monkeypatch.setattr(Target, "name", DEFAULT_HUB_ID)
     assert load_exits(target_of("llama"), folder)
     assert "another copy of" in caplog.text
-
-
-def test_only_exits_go_to_the_hub(folder, monkeypatch):
-    """push_to_hub makes the repository and uploads one folder per exit; no base weight is among the files."""
-    calls: list[tuple[str, object]] = []
-
-    class Api:
-        def create_repo(self, repo_id: str, **kwargs: object) -> None:
-            calls.append((repo_id, kwargs))
-
-        def upload_folder(self, repo_id: str, folder_path: str, **_: object) -> None:
-            calls.append((repo_id, sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*.*"))))
-
-    monkeypatch.setattr("selfspec.model.HfApi", Api)
-    target = target_of("llama")
-    EarlyExitModel(target, load_exits(target, folder)).push_to_hub("me/exits", private=True)
-    files = ["README.md", "adapter_config.json", WEIGHTS, SIDECAR]
-    assert calls == [
-        ("me/exits", {"private": True, "exist_ok": True}),
-        ("me/exits", [f"small/{name}" for name in files]),
-    ]

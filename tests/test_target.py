@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from selfspec.cache import KVCache
 from selfspec.drafter import ChainDrafter
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.proof import UnsupportedModelError, whole_and_split
 from selfspec.target import Target
 from tests.conftest import (

@@ -14,7 +14,8 @@ from selfspec import EarlyExitModel, cli_generate
 from selfspec.cli import app
 from selfspec.eval import trace, trace_page
 from selfspec.eval.trace import FATES, Cycle, Trace, record
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from tests.conftest import mutate, prompt_of, shallow_target_of
 
 NUM_TOKENS = 24

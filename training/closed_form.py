@@ -3,35 +3,56 @@
 Shapes: S positions of a row, D hidden, n recalled layers, A positions that carry the loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from selfspec.bridge import RidgeAccumulator
-from selfspec.exits import ExitConfig, active, unwrap
+from selfspec.exit_module import ExitConfig, active, unwrap
 from selfspec.target import Target
 from selfspec.training.states import RowStates
 
 RIDGE_ROWS = 64  # training rows that a step of the accumulation takes
+STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # of the ridge, that are tried
 Solution = tuple[Tensor, Tensor]  # weight [D, inputs] and bias [D]
+
+
+@torch.no_grad()
+def start_from_chance(adapter: PeftModel, seed: int) -> None:
+    """Give the linear maps of blocks and bridge random weights, as a drafter that is trained from nothing has them."""
+    generator, module = torch.Generator().manual_seed(seed), unwrap(adapter)
+    for part in (active(module.bridge), active(module.blocks)):
+        for linear in (m for m in part.modules() if isinstance(m, nn.Linear | Conv1D)):
+            num_inputs = linear.weight.shape[0 if isinstance(linear, Conv1D) else 1]
+            linear.weight.copy_(num_inputs**-0.5 * torch.randn(linear.weight.shape, generator=generator))
+            if linear.bias is not None:
+                linear.bias.zero_()
 
 
 def start_from_ridge(
     target: Target,
     adapter: PeftModel,
-    states: Sequence[RowStates],
     config: ExitConfig,
-    strength: float,
+    states: Sequence[RowStates],
+    held_out: Sequence[RowStates],
+    strength: float | None,
     max_tokens: int,
 ) -> None:
-    """Set the maps of the bridge to the ridge solutions of the first ``max_tokens`` tokens of ``states``."""
+    """Set the maps of the bridge to the ridge solutions of the first ``max_tokens`` tokens of ``states``.
+
+    ``strength`` None: for every map the one that serves the ``held_out`` states best.
+    """
     bridge = active(unwrap(adapter).bridge)
-    for linear, solution in zip(bridge.maps, fit_ridge(states, config, strength, max_tokens), strict=True):
+    fit = Fit(states, held_out, strength, max_tokens)
+    for linear, solution in zip(bridge.maps, fit_maps(config, fit), strict=True):
         _set(linear, solution)
     if bridge.feedback is not None:
-        _set(bridge.feedback, fit_feedback(target, states, strength, max_tokens))
+        _set(bridge.feedback, fit_feedback(target, fit))
 
 
 @torch.no_grad()
@@ -40,49 +61,66 @@ def _set(linear: nn.Linear, solution: Solution) -> None:
     linear.bias.copy_(solution[1])
 
 
-@torch.no_grad()
-def fit_ridge(states: Sequence[RowStates], config: ExitConfig, strength: float, max_tokens: int) -> list[Solution]:
-    """Weight and bias of the closed-form bridge map of every draft step, from the first ``max_tokens`` tokens."""
-    hidden_size = states[0].taps.shape[1]
-    recalled = 0 if states[0].recalls is None else states[0].recalls.shape[1]
-    solutions = []
-    for j in range(1, config.num_maps + 1):
-        behind = j - 1 if config.form == "parallel" else 0  # of the tap that is read
-        accumulator, used = RidgeAccumulator(hidden_size + recalled, hidden_size), 0
-        for begin in range(0, len(states), RIDGE_ROWS):
-            inputs, wanted = [], []
-            for row in states[begin : begin + RIDGE_ROWS]:
-                # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
-                first = j + 1 if recalled else 1 + behind
-                parts = [row.taps[first - behind : row.num_tokens - behind]]
-                if row.recalls is not None:
-                    parts.append(row.recalls[first - j : row.num_tokens - j])
-                inputs.append(torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)])
-                wanted.append(row.wanted[first:])
-            accumulator.add(torch.cat(inputs), torch.cat(wanted))
-            used = accumulator.num_rows
-            if used >= max_tokens:
-                break
-        solutions.append(accumulator.solve(strength))
-    return solutions
+@dataclass(frozen=True)
+class Fit:
+    """What ridge regressions are fitted on, and how."""
+
+    states: Sequence[RowStates]
+    held_out: Sequence[RowStates] = ()
+    strength: float | None = None  # relative; None: chosen on ``held_out``
+    max_tokens: int = 100_000
+
+    def solve(self, pairs: Callable[[RowStates], tuple[Tensor, Tensor]]) -> Solution:
+        """From the inputs [n, P] and aims [n, D] that ``pairs`` reads off a row."""
+        fitted = _accumulate(self.states, pairs, self.max_tokens)
+        if self.strength is not None:
+            return fitted.solve(self.strength)
+        judge = _accumulate(self.held_out, pairs, self.max_tokens)
+        return min((fitted.solve(strength) for strength in STRENGTHS), key=lambda found: judge.error(*found))
+
+
+def _accumulate(
+    states: Sequence[RowStates], pairs: Callable[[RowStates], tuple[Tensor, Tensor]], max_tokens: int
+) -> RidgeAccumulator:
+    accumulator: RidgeAccumulator | None = None
+    for begin in range(0, len(states), RIDGE_ROWS):
+        inputs, aims = zip(*(pairs(row) for row in states[begin : begin + RIDGE_ROWS]), strict=True)
+        if accumulator is None:
+            accumulator = RidgeAccumulator(inputs[0].shape[1], aims[0].shape[1])
+        accumulator.add(torch.cat(inputs), torch.cat(aims))
+        if accumulator.num_rows >= max_tokens:
+            break
+    assert accumulator is not None
+    return accumulator
 
 
 @torch.no_grad()
-def fit_feedback(target: Target, states: Sequence[RowStates], strength: float, max_tokens: int) -> Solution:
+def fit_maps(config: ExitConfig, fit: Fit) -> list[Solution]:
+    """The closed-form bridge map of every draft step."""
+
+    def pairs(row: RowStates, step: int) -> tuple[Tensor, Tensor]:
+        behind = step - 1 if config.form == "parallel" else 0  # of the tap that is read
+        # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
+        first = 1 + behind if row.recalls is None else step + 1
+        parts = [row.taps[first - behind : row.num_tokens - behind]]
+        if row.recalls is not None:
+            parts.append(row.recalls[first - step : row.num_tokens - step])
+        return torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)], row.wanted[first:]
+
+    return [fit.solve(partial(pairs, step=step)) for step in range(1, config.num_maps + 1)]
+
+
+@torch.no_grad()
+def fit_feedback(target: Target, fit: Fit) -> Solution:
     """The map of a recursive draft's later steps: from its token and the state before to the block's input.
 
     The state is the target's own, normed, which is what the exit's own comes to resemble.
     """
-    accumulator = RidgeAccumulator(2 * target.hidden_size, target.hidden_size)
-    for begin in range(0, len(states), RIDGE_ROWS):
-        inputs, wanted = [], []
-        for row in states[begin : begin + RIDGE_ROWS]:
-            first = row.num_tokens - len(row.tokens)  # of the positions that carry the loss
-            embedded = target.embed(row.tokens[None].to(target.device), first)[0, 1:]
-            before = target.norm(row.finals[:-1].to(target.device, target.dtype))
-            inputs.append(torch.cat([embedded, before], dim=-1).float().cpu())
-            wanted.append(row.wanted[first + 1 :])
-        accumulator.add(torch.cat(inputs), torch.cat(wanted))
-        if accumulator.num_rows >= max_tokens:
-            break
-    return accumulator.solve(strength)
+
+    def pairs(row: RowStates) -> tuple[Tensor, Tensor]:
+        first = row.num_tokens - len(row.tokens)  # of the positions that carry the loss
+        embedded = target.embed(row.tokens[None].to(target.device), first)[0, 1:]
+        before = target.norm(row.finals[:-1].to(target.device, target.dtype))
+        return torch.cat([embedded, before], dim=-1).float().cpu(), row.wanted[first + 1 :]
+
+    return fit.solve(pairs)

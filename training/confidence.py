@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from selfspec.exits import active, unwrap
+from selfspec.exit_module import active, unwrap
 from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import num_rows_for

@@ -3,10 +3,10 @@
 import os
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from selfspec.config import load_config
-from selfspec.exits import ExitConfig, Form
+from selfspec.exit_module import ExitConfig, Form
 from selfspec.storage import NAME
 
 
@@ -17,10 +17,21 @@ class DataConfig(BaseModel):
 
     folder: str | None = None  # shards of self-written rows; None: OUTPUT/data
     num_tokens: int = Field(default=300_000, ge=1)  # answer tokens
-    prompts: str | None = None  # jsonl of prompts to answer; None: the target writes those too
+    prompts: str | None = None  # jsonl or hub data set of prompts to answer; None: the target writes those too
     temperatures: tuple[float, ...] = (0.0, 0.8)
-    jsonl: str | None = None  # rows that already have answers
+    max_turns: int = Field(default=1, ge=1)  # of a conversation, whose user the target plays as well
+    batch_size: int = Field(default=64, ge=1)  # prompts answered at once
+    max_new_tokens: int = Field(default=160, ge=1)  # of an answer
+    max_prompt_tokens: int = Field(default=512, ge=1)  # longer prompts are left out
+    jsonl: str | None = None  # jsonl or hub data set of rows that already have answers
+    avoid: tuple[str, ...] = ()  # files or data sets of evaluation text: what shares a run of words is left out
     max_row_tokens: int = Field(default=512, ge=2)
+
+
+SHARED = {
+    "model", "revision", "dtype", "load", "also", "data", "output", "states", "keep_states", "state_dtype", "fsdp",
+    "workers", "seed", "force",
+}  # fmt: skip
 
 
 class TrainConfig(BaseModel):
@@ -33,15 +44,20 @@ class TrainConfig(BaseModel):
     dtype: str | None = None  # of the target; None: float32 on a CPU, bfloat16 elsewhere; what is trained is float32
     load: dict[str, Any] = {}  # further keywords for transformers' from_pretrained, for instance device_map
     exit: str = Field(default="exit", pattern=f"^{NAME.pattern}$")  # its name, and its folder's
+    also: dict[str, dict[str, Any]] = {}  # further exits from the same data, by name: the settings that they change
     exit_layer: int = Field(default=1, ge=0)
     recall_layers: tuple[int, ...] | None = None  # None: a third, two thirds and all of the layers
     form: Form = "chain"  # of the draft: each token fed with the one before, or all from one pass
     num_steps: int = Field(default=3, ge=1)
-    correction_rank: int = Field(default=0, ge=0)  # of the bias by the token drafted before; 0: none
+    correction: Literal["bias", "state"] = "bias"  # by the token drafted before: on the logits, or on the state
+    correction_rank: int = Field(default=0, ge=0)  # 0: none
     draft_vocab_size: int | None = Field(default=8192, ge=1)  # None: the whole vocabulary
     draft_len: int | None = Field(default=None, ge=1)  # None: chosen with min_confidence from costs measured at the end
     min_confidence: float | None = Field(default=None, ge=0, le=1)
-    lora_rank: int = Field(default=64, ge=1)
+    num_blocks: int = Field(default=1, ge=0)  # of the target's last layers, borrowed; 0: a linear map alone
+    has_mlp: bool = True  # of the blocks; false: attention alone
+    start: Literal["borrowed", "random"] = "borrowed"  # of blocks and bridge; random ones are trained whole
+    lora_rank: int = Field(default=64, ge=0)  # 0: the blocks are trained whole
     lora_alpha: int = Field(default=64, ge=1)
     data: DataConfig = DataConfig()
     output: str = "runs/exit"
@@ -60,13 +76,30 @@ class TrainConfig(BaseModel):
     eval_tokens: int = Field(default=4000, ge=1)  # held-out answer tokens that choose the best state; others judge it
     eval_minutes: float = Field(default=2.0, gt=0)  # how often the held-out rows are measured and the best state saved
     save_steps: int = Field(default=100, ge=1)  # checkpoints, from which the same run goes on
-    ridge: float = Field(default=1e-3, gt=0)
+    ridge: float | None = Field(default=None, gt=0)  # of the closed-form start; None: chosen on held-out rows
     ridge_tokens: int = Field(default=100_000, ge=1)  # that the closed-form start is fitted on
     fsdp: bool = False  # several processes share what is trained (FSDP2) instead of each holding all of it
     workers: int | None = Field(default=1, ge=1)  # processes that write data and run the teacher; None: one a thread
     force: bool = False  # go on with a run although its settings or its data have changed
     keep_states: bool = True  # false: the target runs over each batch again, and no states take room
+    state_dtype: Literal["bfloat16", "float8"] = "bfloat16"  # of kept states
     states: str | None = None  # folder of kept teacher states, to be shared by runs; None: OUTPUT/states
+
+    @model_validator(mode="after")
+    def _knows_its_exits(self) -> "TrainConfig":
+        """The settings of further exits are checked before anything is written."""
+        if self.start == "random" and self.lora_rank and self.num_blocks:
+            raise ValueError("start: random blocks are trained whole; set lora_rank=0")
+        self.each_exit()
+        return self
+
+    def each_exit(self) -> "list[TrainConfig]":
+        """The run of every exit, one after another; what concerns all of them is the first one's."""
+        shared = sorted({field for changes in self.also.values() for field in {*changes} & SHARED})
+        if shared or self.exit in self.also:
+            raise ValueError(f"also: {', '.join(shared) or self.exit} is for the whole run, not for a further exit")
+        own = self.model_dump(exclude={"also", "exit"})
+        return [self, *(TrainConfig(**{**own, **changes, "exit": name}) for name, changes in self.also.items())]
 
     def exit_config(self, num_layers: int, draft_vocab: tuple[int, ...] | None) -> ExitConfig:
         """The head that this run trains, for a target of ``num_layers`` layers."""
@@ -76,7 +109,8 @@ class TrainConfig(BaseModel):
             recall = tuple(layer for layer in recall if layer >= self.exit_layer)
         return ExitConfig(
             exit_layer=self.exit_layer, recall_layers=recall, form=self.form, num_steps=self.num_steps,
-            correction_rank=self.correction_rank, draft_vocab=draft_vocab,
+            correction=self.correction, correction_rank=self.correction_rank, draft_vocab=draft_vocab,
+            num_blocks=self.num_blocks, has_mlp=self.has_mlp,
             lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, draft_len=self.draft_len or 2,
             min_confidence=self.min_confidence or 0.0,
         )  # fmt: skip

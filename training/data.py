@@ -24,7 +24,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.files import read_jsonl, write_atomically
+from selfspec.files import read_records, write_atomically
+from selfspec.training.overlap import Overlap, texts_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,12 @@ def num_rows_for(sizes: Sequence[int], num_tokens: int) -> int:
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Prompts from the fields `messages`, `prompt` or `text`; assistant turns at the end are dropped (to be rewritten).
 
+    ``path`` is a jsonl file or a data set on the hub, see `read_records`.
+
     Raises ValueError with file:line for a bad line, and when the file has no prompt at all.
     """
     prompts = []
-    for where, record in read_jsonl(path):
+    for where, record in read_records(path):
         if "messages" in record:
             messages = _messages(where, record)
             while messages and messages[-1]["role"] == "assistant":
@@ -84,23 +87,32 @@ def rows_from_jsonl(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int = 2048,
     skipped: Counter[str] | None = None,
+    avoid: Overlap | None = None,
 ) -> list[Row]:
     """Rows from data that has answers: `messages` ending in an assistant turn, `prompt` + `completion`, or `text`.
+
+    ``path`` is a jsonl file or a data set on the hub, see `read_records`; what overlaps with ``avoid`` is left out, and
+    so is a row that was there before.
 
     The answer is what the chat template of all turns adds to that of the turns before the last one; plain `text` is
     answer throughout. Rows over max_tokens and empty answers are counted in `skipped` and reported once. Raises
     ValueError with file:line for a bad line, and when no row is left.
     """
     skipped = Counter() if skipped is None else skipped
-    rows = []
-    for where, record in read_jsonl(path):
+    rows, seen = [], set[bytes]()
+    for where, record in read_records(path):
         row = _row_from_record(where, record, tokenizer)
         if row is None:
             skipped["empty answer"] += 1
+        elif avoid is not None and avoid.touches(texts_of(record)):
+            skipped["found in what is to be avoided"] += 1
+        elif row.ids.tobytes() in seen:
+            skipped["twice"] += 1
         elif len(row.ids) > max_tokens:
             skipped[f"over {max_tokens} tokens"] += 1
         else:
             rows.append(row)
+            seen.add(row.ids.tobytes())
     if skipped:
         logger.warning("%s: skipped %s", path, ", ".join(f"{n} rows ({why})" for why, n in skipped.items()))
     if not rows:

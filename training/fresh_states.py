@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import overload
 
-from selfspec.exits import ExitConfig
+from selfspec.exit_module import ExitConfig
 from selfspec.target import Target
 from selfspec.training.data import Row
 from selfspec.training.states import RowStates, collect

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.files import locked, write_atomically
+from selfspec.files import locked, read_records, write_atomically
 from selfspec.target import Target
 from selfspec.training.batch import Written, write_batch
 from selfspec.training.data import (
@@ -33,13 +33,13 @@ from selfspec.training.data import (
     write_shard,
 )
 from selfspec.training.kept_states import KeptStates
-from selfspec.training.states import kept_depths, row_states
+from selfspec.training.overlap import Overlap
+from selfspec.training.states import TeacherStates
+from selfspec.training.user_turns import eos_ids, first_turns, next_turns
 from selfspec.training.workers import in_order
 
 logger = logging.getLogger(__name__)
 
-MARK = "USERTURNBEGINSHERE"  # splits a template in two at the user's text
-USER_TURN_TOKENS = 128  # a sampled user turn is cut there
 PATIENCE = 16  # batches without one usable answer, after which the model is given up
 WINDOW = 8  # batches are cut from windows of this many, sorted by length, so that little is padding
 
@@ -69,14 +69,19 @@ def write_data(
     seed: int = 0,
     num_workers: int = 1,
     kept: KeptStates | None = None,
+    depths: Sequence[int] = (),
+    avoid: Sequence[str] = (),
+    max_turns: int = 1,
 ) -> dict[str, Any]:
     """Let the target write num_tokens answer tokens into out_dir; returns the manifest.
 
-    prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl (see read_prompts), in
-    an order that keeps every category's share in any prefix. Rows of a batch take the temperatures in turn. A second
-    call with the same settings continues where the first stopped, and ends with the same rows as one whole call: noise
-    depends on (seed, batch number) alone. ``num_workers`` processes write batches side by side. ``kept`` keeps the
-    target's states as it writes, so that training needs no pass of its own over the rows.
+    prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl or a data set (see
+    read_prompts), in an order that keeps every category's share in any prefix; what is there twice, or shares a run of
+    words with the files ``avoid``, is left out. With ``max_turns`` the target also writes what a user says next, and
+    answers that. Rows of a batch take the temperatures in turn. A second call with the same settings continues where
+    the first stopped, and ends with the same rows as one whole call: noise depends on (seed, batch number) alone.
+    ``num_workers`` processes write batches side by side. ``kept`` keeps the target's states at ``depths`` as it writes,
+    so that training needs no pass of its own over the rows.
 
     Raises ValueError when out_dir holds data of other settings or the model writes only empty answers, BlockingIOError
     when another process writes there.
@@ -86,20 +91,27 @@ def write_data(
         "model": Path(str(model.config.name_or_path)).name, "dtype": str(model.dtype).removeprefix("torch."),
         "tokenizer_sha256": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
         "kind": "prompts" if prompts else "self",
-        "prompts_sha256": hashlib.sha256(Path(prompts).read_bytes()).hexdigest() if prompts else None,
+        "prompts_sha256": content_hash(prompts) if prompts else None,
         "temperatures": list(temperatures), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
         "max_prompt_tokens": max_prompt_tokens, "shard_tokens": shard_tokens, "seed": seed,
     }  # fmt: skip
+    if avoid:
+        settings["avoid_sha256"] = [content_hash(source) for source in avoid]
+    if max_turns > 1:
+        settings["max_turns"] = max_turns
+    overlap = Overlap.of_files(avoid)
     done: Counter[str] = Counter()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", max_prompt_tokens + max_new_tokens)
     longest = min(max_prompt_tokens, context - max_new_tokens)
-    plan = _plan(read_prompts(prompts), tokenizer, batch_size, longest, seed, done) if prompts else None
+    plan = None
+    if prompts:
+        plan = _plan(_distinct(read_prompts(prompts), overlap, done), tokenizer, batch_size, longest, seed, done)
     with locked(folder), _bar() as bar, contextlib.ExitStack() as stack:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
         start_tokens, num_barren = state.num_answer_tokens, 0
         pending: list[Row] = []
-        tasks = _tasks(tokenizer, plan, settings, state.num_batches, kept)
+        tasks = _tasks(tokenizer, plan, settings, state.num_batches, kept, depths)
         batches = stack.enter_context(contextlib.closing(in_order(model, _write_batch, tasks, num_workers)))
         while state.num_answer_tokens + _count(pending) < num_tokens:
             written = next(batches, None)
@@ -129,10 +141,11 @@ def _tasks(
     settings: dict[str, Any],
     first: int,
     kept: KeptStates | None,
+    depths: Sequence[int],
 ) -> Iterator[tuple[Any, ...]]:
     """What `_write_batch` takes, from batch number ``first`` on."""
     for number in itertools.count(first) if plan is None else range(first, len(plan)):
-        yield tokenizer, settings, number, None if plan is None else plan[number], kept
+        yield tokenizer, settings, number, None if plan is None else plan[number], kept, depths
 
 
 def _write_batch(
@@ -142,56 +155,61 @@ def _write_batch(
     number: int,
     prompts: list[list[int]] | None,
     kept: KeptStates | None,
+    depths: Sequence[int],
 ) -> tuple[list[Row], Counter[str]]:
-    """Rows of batch ``number``, and how many were left out for what reason; prompts None: they are written first."""
+    """Rows of batch ``number``, and how many were left out for what reason; prompts None: they are written first.
+
+    Each turn of a conversation is a row of its own.
+    """
     skipped: Counter[str] = Counter()
     target = Target(model, check=False)
     generator = torch.Generator(model.device).manual_seed(settings["seed"] * 1_000_003 + number)
     if prompts is None:
-        prompts = _user_turns(target, tokenizer, settings, generator, skipped)
-    choices = settings["temperatures"]
-    temperatures = [choices[(number + row) % len(choices)] for row in range(len(prompts))]
-    depths = kept_depths(target, kept.config) if kept else []
-    eos, rows = _eos_ids(model), list[Row]()
-    made = write_batch(
-        target, prompts, torch.tensor(temperatures), settings["max_new_tokens"], generator, eos, depths
-    ) if prompts else []  # fmt: skip
-    useful = list[Written]()
-    for prompt, written, temperature in zip(prompts, made, temperatures, strict=True):
-        if all(token in eos for token in written.answer):
-            skipped["empty answer"] += 1
-        else:
-            rows.append(Row(np.array(prompt + written.answer), len(prompt), temperature))
-            useful.append(written)
-    if kept and rows:
-        held = zip(rows, useful, strict=True)
-        kept.keep(rows, [row_states(kept.config, row, w.states, w.log_sums, w.argmaxes) for row, w in held])
-    return rows, skipped
+        prompts = first_turns(target, tokenizer, settings["batch_size"], generator, skipped)
+    choices, rows = settings["temperatures"], list[Row]()
+    for turn in range(settings.get("max_turns", 1)):
+        if turn and prompts:
+            prompts = next_turns(target, tokenizer, rows[-len(prompts) :], settings["max_prompt_tokens"], generator)
+        if not prompts:
+            break
+        temperatures = [choices[(number + row + turn) % len(choices)] for row in range(len(prompts))]
+        made = write_batch(
+            target, prompts, torch.tensor(temperatures), settings["max_new_tokens"], generator, eos_ids(model), depths
+        )
+        answers = [
+            answer for answer in zip(prompts, made, temperatures, strict=True) if not _is_empty(model, answer[1])
+        ]
+        skipped["empty answer"] += len(made) - len(answers)
+        new = [Row(np.array(prompt + written.answer), len(prompt), heat) for prompt, written, heat in answers]
+        if kept and new:
+            held = zip(new, answers, strict=True)
+            kept.keep(new, [TeacherStates.of(row, w.states, w.log_sums, w.argmaxes) for row, (_, w, _) in held])
+        prompts = [prompt for prompt, _, _ in answers]
+        rows += new
+    return rows, +skipped
 
 
-def _user_turns(
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: dict[str, Any],
-    generator: torch.Generator,
-    skipped: Counter[str],
-) -> list[list[int]]:
-    """Prompts with a user turn that the target wrote (empty ones are left out), or the bare start of a text."""
-    size = settings["batch_size"]
-    if not tokenizer.chat_template:
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        return [[start]] * size
-    text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
-    before = tokenizer.encode(text.split(MARK)[0], add_special_tokens=False)
-    eos, prompts = _eos_ids(target.base), []
-    for turn in write_batch(target, [before] * size, torch.full((size,), 0.8), USER_TURN_TOKENS, generator, eos):
-        ids = [token for token in turn.answer if token not in eos]
-        content = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        if content:
-            prompts.append(prompt_ids(tokenizer, [{"role": "user", "content": content}]))
-        else:
-            skipped["empty user turn"] += 1
-    return prompts
+def _is_empty(model: PreTrainedModel, written: Written) -> bool:
+    return all(token in eos_ids(model) for token in written.answer)
+
+
+def _distinct(prompts: list[Prompt], avoid: Overlap | None, skipped: Counter[str]) -> list[Prompt]:
+    """Each prompt once, and none that touches what is to be avoided."""
+    found: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if avoid is not None and avoid.touches(message["content"] for message in prompt.messages):
+            skipped["found in what is to be avoided"] += 1
+        elif found.setdefault(json.dumps(prompt.messages), prompt) is not prompt:
+            skipped["twice"] += 1
+    return list(found.values())
+
+
+def content_hash(source: str | os.PathLike[str]) -> str:
+    """sha256 of a file, or of the records of a data set."""
+    if Path(source).is_file():
+        return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    records = [record for _, record in read_records(source)]
+    return hashlib.sha256(json.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _plan(
@@ -233,13 +251,6 @@ def _stratified(categories: list[str], rng: np.random.Generator) -> list[int]:
     return [index for _, index in sorted(keyed)]
 
 
-def _eos_ids(model: PreTrainedModel) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = model.config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
 def _count(rows: list[Row]) -> int:
     return sum(row.num_answer_tokens for row in rows)
 
@@ -259,7 +270,8 @@ def _resume(folder: Path, settings: dict[str, Any]) -> _Progress | None:
         return None
     manifest = read_manifest(folder)
     old = manifest["settings"]
-    changed = [f"{key}: {old.get(key)} -> {value}" for key, value in settings.items() if old.get(key) != value]
+    keys = [*settings, *(key for key in old if key not in settings)]
+    changed = [f"{key}: {old.get(key)} -> {settings.get(key)}" for key in keys if old.get(key) != settings.get(key)]
     if changed:
         raise ValueError(f"{folder} holds data of other settings ({'; '.join(changed)}); choose another folder")
     state = {key: manifest[key] for key in ("shards", "num_batches", "num_answer_tokens", "num_rows")}

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers import TrainerCallback
 
 from selfspec.files import write_atomically
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics
+from selfspec.training.metrics import Metrics
+from selfspec.training.plan import Costs, choose
 from selfspec.training.ranks import any_says, is_main
-from selfspec.training.scores import evaluate
+from selfspec.training.scores import drafted_text, score_rows
 from selfspec.training.states import RowStates
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer
@@ -39,8 +41,11 @@ class KeepBest(TrainerCallback):
         config: TrainConfig,
         folder: Path,
         write: Callable[[Metrics], None],
+        costs: Costs | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.student, self.held_out, self.config, self.write = student, held_out, config, write
+        self.costs, self.decode = costs, decode
         self.path = folder / BEST_FILE
         self.best_tau = 0.0
         self.best_state: dict[str, Tensor] = {}
@@ -62,10 +67,16 @@ class KeepBest(TrainerCallback):
     def measure(self, step: int) -> None:
         """Evaluate now; keep and write the state if it is the best one so far."""
         with self.trainer.whole() if self.trainer else contextlib.nullcontext():
-            metrics = evaluate(self.student, self.held_out, self.config)
+            scores = score_rows(self.student, self.held_out, self.config)
+            text = self.decode and drafted_text(self.student, self.held_out[0], self.config, self.decode)
+        metrics = scores.metrics()
+        if self.costs is not None:
+            metrics = replace(metrics, speedup=choose(scores.greedy_rows, self.costs).speedup)
         logger.info("step %d: held-out %s", step, metrics.flat())
         if self.trainer is not None:
             self.trainer.log({f"eval_{k}": v for k, v in metrics.flat().items()})
+            if text is not None:
+                self.trainer.log_text("held-out answer, accepted drafts in bold", text)
         if metrics.tau[-1] > self.best_tau:
             self.best_tau, self.best_state = metrics.tau[-1], self.student.trained_state()
             state = {name: value.contiguous().cpu() for name, value in self.best_state.items()}

@@ -1,13 +1,14 @@
-"""Teacher states kept on disk: an interrupted pass goes on, later data costs only its own pass, runs share them.
+"""Teacher states kept on disk: an interrupted pass goes on, later data costs only its own, exits and runs share them.
 
-A file holds the rows that were made together; for row i the tensors `i.taps`, `i.recalls`, ... of `RowStates` (but its
-tokens, which the row has), for all of them `answer_starts` and `temperatures`, and in its metadata what tells each row,
-so that a row is found whatever rows were made beside it.
+A file holds rows that were made together at some depths; for row i the tensors `i.DEPTH`, where the last layer was run
+also `i.finals`, `i.log_sums` and `i.argmaxes` (see `TeacherStates`), and in its metadata the depths and what tells each
+row, so that a row is found whatever rows were made beside it. Its name is a hash of its content, checked on reading.
 """
 
 import hashlib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,105 +16,138 @@ from pathlib import Path
 import torch
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.exits import ExitConfig
+from selfspec.exit_module import ExitConfig
 from selfspec.files import write_atomically
 from selfspec.target import Target
 from selfspec.training.data import Row
-from selfspec.training.states import RowStates, collect, scored_tokens
+from selfspec.training.states import RowStates, TeacherStates, kept_depths, teach
 from selfspec.training.workers import in_order
 
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 64  # rows a file holds
+ANSWERS = ("finals", "log_sums", "argmaxes")
+LARGEST = 448.0  # of float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class KeptStates:
-    """A folder of states of the target that ``label`` names, as exits of ``config`` are trained on."""
+    """A folder of states of the target that ``label`` names; ``is_small`` keeps new ones in 8 bits a number."""
 
     folder: Path
-    config: ExitConfig
     label: str
+    is_small: bool = False
 
-    def keep(self, rows: Sequence[Row], states: Sequence[RowStates]) -> Path:
+    def keep(self, rows: Sequence[Row], states: Sequence[TeacherStates]) -> Path:
         """Write the states of ``rows`` into a file of their own, which is returned."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        names = [self._name(row) for row in rows]
-        path = self.folder / f"states-{hashlib.sha256(''.join(names).encode()).hexdigest()[:20]}.safetensors"
-        write_atomically(path, save(_tensors(states), metadata={"rows": json.dumps(names)}))
+        about = {"rows": json.dumps([self.name(row) for row in rows]), "depths": json.dumps([*states[0].by_depth])}
+        data = save(_tensors(states, self.is_small), metadata=about)
+        path = self.folder / f"states-{_digest(data)}.safetensors"
+        write_atomically(path, data)
         return path
 
-    def find(self, rows: Sequence[Row]) -> list[RowStates | None]:
-        """The states of ``rows``, None for those that are not kept."""
-        names = [self._name(row) for row in rows]
-        wanted, found = dict(zip(names, rows, strict=True)), dict[str, RowStates]()
+    def find(self, rows: Sequence[Row], depths: Sequence[int]) -> list[TeacherStates]:
+        """What is kept of each of ``rows`` at ``depths``."""
+        places = {self.name(row): i for i, row in enumerate(rows)}
+        found = [TeacherStates({}) for _ in rows]
         for path in sorted(self.folder.glob("states-*.safetensors")):
-            held = _names(path)
-            if not wanted.keys().isdisjoint(held):
-                states = _load(path, [wanted.get(name) for name in held])
-                found.update((n, s) for n, s in zip(held, states, strict=True) if s is not None)
-        return [found.get(name) for name in names]
+            names, held = _about(path)
+            if places.keys().isdisjoint(names) or not {*held} & {*depths}:
+                continue
+            for name, states in zip(names, _read(path, depths), strict=False):
+                if name in places:
+                    found[places[name]] = found[places[name]].joined(states)
+        return [found[places[self.name(row)]] for row in rows]
 
-    def _name(self, row: Row) -> str:
-        temperature = f"{row.temperature:.4g}"  # shards keep it in single precision
-        identity = [self.label, self.config.exit_layer, self.config.recall_layers, row.answer_start, temperature]
-        return hashlib.sha256(json.dumps(identity).encode() + row.ids.tobytes()).hexdigest()[:20]
+    def name(self, row: Row) -> str:
+        """What tells ``row``."""
+        return hashlib.sha256(json.dumps([self.label, row.answer_start]).encode() + row.ids.tobytes()).hexdigest()[:20]
 
 
 def collect_cached(
-    target: Target, kept: KeptStates, rows: Sequence[Row], chunk: int = CHUNK_ROWS, num_workers: int = 1
+    target: Target,
+    kept: KeptStates,
+    config: ExitConfig,
+    rows: Sequence[Row],
+    chunk: int = CHUNK_ROWS,
+    num_workers: int = 1,
 ) -> list[RowStates]:
-    """`collect` of the rows that ``kept`` lacks, chunk by chunk, ``num_workers`` processes side by side."""
-    states = kept.find(rows)
-    missing = [i for i, state in enumerate(states) if state is None]
-    parts = [missing[start : start + chunk] for start in range(0, len(missing), chunk)]
-    made = in_order(target.base, _collect, [(kept, [rows[i] for i in part]) for part in parts], num_workers)
-    for part, path in zip(parts, track(made, description="teacher pass", total=len(parts)), strict=True):
-        for i, state in zip(part, _load(path, [rows[i] for i in part]), strict=True):
-            states[i] = state
-    return [state for state in states if state is not None]
+    """`collect`, of what ``kept`` lacks alone, chunk by chunk, ``num_workers`` processes side by side.
+
+    Where only shallow depths are missing, as for an exit at another layer, the target is run no further than those.
+    """
+    wanted = kept_depths(target.num_layers, config)
+    states, lacking = kept.find(rows, wanted), defaultdict[tuple[int, ...], list[int]](list)
+    for i, held in enumerate(states):
+        lacking[tuple(depth for depth in wanted if depth not in held.by_depth)].append(i)
+    lacking.pop((), None)
+    parts = [(depths, ids[i : i + chunk]) for depths, ids in lacking.items() for i in range(0, len(ids), chunk)]
+    tasks = [(kept, depths, [rows[i] for i in part]) for depths, part in parts]
+    made = in_order(target.base, _teach, tasks, num_workers)
+    for (depths, part), path in zip(parts, track(made, description="teacher pass", total=len(parts)), strict=True):
+        for i, new in zip(part, _read(path, depths), strict=True):
+            states[i] = states[i].joined(new)
+    return [held.for_exit(config, row) for held, row in zip(states, rows, strict=True)]
 
 
-def _collect(model: PreTrainedModel, kept: KeptStates, rows: Sequence[Row]) -> Path:
-    return kept.keep(rows, collect(Target(model, check=False), kept.config, rows))
+def _teach(model: PreTrainedModel, kept: KeptStates, depths: Sequence[int], rows: Sequence[Row]) -> Path:
+    return kept.keep(rows, teach(Target(model, check=False), depths, rows))
 
 
-def _names(path: Path) -> list[str]:
-    """What tells the rows in ``path``; none, and a warning, where the file is broken (it is removed)."""
+def _about(path: Path) -> tuple[list[str], list[int]]:
+    """What tells the rows in ``path``, and their depths; none, and a warning, where the file is broken."""
     try:
         with safe_open(path, "pt") as file:
-            names: list[str] = json.loads((file.metadata() or {}).get("rows", "[]"))
+            about = file.metadata() or {}
     except SafetensorError as error:
-        logger.warning("%s is broken (%s): its rows go through the target again", path, error)
-        path.unlink(missing_ok=True)
-        return []
-    return names
+        _give_up(path, str(error))
+        return [], []
+    return json.loads(about.get("rows", "[]")), json.loads(about.get("depths", "[]"))
 
 
-def _tensors(states: Sequence[RowStates]) -> dict[str, Tensor]:
-    fields = [(i, n, v) for i, s in enumerate(states) for n, v in vars(s).items() if n != "tokens"]
-    tensors = {f"{i}.{n}": v for i, n, v in fields if isinstance(v, Tensor)}
-    tensors["answer_starts"] = torch.tensor([s.answer_start for s in states])
-    tensors["temperatures"] = torch.tensor([s.temperature for s in states], dtype=torch.float64)
+def _give_up(path: Path, reason: str) -> None:
+    logger.warning("%s is broken (%s): its rows go through the target again", path, reason)
+    path.unlink(missing_ok=True)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:20]
+
+
+def _tensors(states: Sequence[TeacherStates], is_small: bool) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for i, held in enumerate(states):
+        for depth, state in held.by_depth.items():
+            if is_small:  # a position's largest number takes the largest of 8 bits
+                scale = (state.float().abs().amax(-1) / LARGEST).clamp(min=1e-12)
+                tensors[f"{i}.{depth}.scale"] = scale
+                state = (state.float() / scale[:, None]).to(torch.float8_e4m3fn)
+            tensors[f"{i}.{depth}"] = state
+        tensors |= {f"{i}.{name}": getattr(held, name) for name in ANSWERS if held.finals is not None}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _load(path: Path, rows: Sequence[Row | None]) -> list[RowStates | None]:
-    """The states in ``path``, whose rows are ``rows``; None for None."""
-    tensors = load_file(path)
-    starts, temperatures = tensors.pop("answer_starts").tolist(), tensors.pop("temperatures").tolist()
-    held: list[dict[str, Tensor]] = [{} for _ in starts]
-    for name, tensor in tensors.items():
-        index, field = name.split(".")
-        held[int(index)][field] = tensor
+def _read(path: Path, depths: Sequence[int]) -> list[TeacherStates]:
+    """The rows of ``path`` at those of ``depths`` that it has; none where its content is not what was written."""
+    data = path.read_bytes()
+    if f"states-{_digest(data)}" != path.stem:
+        _give_up(path, "its sha256 is another")
+        return []
+    tensors, count = load(data), len(_about(path)[0])
     return [
-        None if row is None else RowStates(
-            recalls=fields.pop("recalls", None), answer_start=start, temperature=temperature,
-            tokens=scored_tokens(row), **fields,
+        TeacherStates(
+            {depth: _widened(tensors, f"{i}.{depth}") for depth in depths if f"{i}.{depth}" in tensors},
+            *(tensors[f"{i}.{name}"].clone() if f"{i}.{name}" in tensors else None for name in ANSWERS),
         )
-        for row, fields, start, temperature in zip(rows, held, starts, temperatures, strict=True)
-    ]  # fmt: skip
+        for i in range(count)
+    ]
+
+
+def _widened(tensors: dict[str, Tensor], name: str) -> Tensor:
+    state, scale = tensors[name], tensors.get(f"{name}.scale")
+    return state.clone() if scale is None else (state.float() * scale[:, None]).bfloat16()  # no view of the whole file

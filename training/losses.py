@@ -1,7 +1,6 @@
 """What an exit is trained on and judged by. p: target, q: exit, both over the drafted vocabulary V_d."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,68 +53,3 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": total_variation,
     "lk": likelihood_to_acceptance,
 }
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Held-out quality of an exit; lists are indexed by draft step - 1."""
-
-    loss: float
-    agreement: list[float]  # exit argmax equals the target's
-    accepted_mass: list[float]  # sum min(p, q) at temperature 1
-    acceptance: list[float]  # a_j: right at step j, given that all before were
-    tau: list[float]  # tokens per cycle with k = 1, 2, ... greedy drafts
-    speedup: float | None = None  # predicted over ordinary decoding, from measured costs and the chosen drafting
-
-    def flat(self) -> dict[str, float]:
-        """One name for every number, for logs and sidecars."""
-        values = {"loss": self.loss} if self.speedup is None else {"loss": self.loss, "speedup": round(self.speedup, 3)}
-        for name in ("agreement", "accepted_mass", "acceptance", "tau"):
-            values |= {f"{name}_{i}": round(v, 4) for i, v in enumerate(getattr(self, name), start=1)}
-        return values
-
-
-@dataclass(frozen=True)
-class RowScores:
-    """An exit on one held-out row, every draft step at every answer position; lists [J][A]."""
-
-    is_right: list[list[bool]]  # exit argmax equals the target's
-    confidence: list[list[float]]  # what the exit thinks its chance is
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Cycles of decoding held-out text, counted."""
-
-    num_tokens: int
-    num_drafted: list[int]  # of each cycle
-    num_steps: list[int]  # draft steps of each cycle; one more than drafted where a step stopped before drawing
-    tried: list[int]  # by step: cycles that reached it with all before it right
-    accepted: list[int]  # by step
-
-    @property
-    def num_cycles(self) -> int:
-        return len(self.num_drafted)
-
-
-def walk_cycles(row: RowScores, draft_len: int, min_confidence: float = 0.0) -> Walk:
-    """Decode one row as `ChainDrafter` would. Steps beyond those scored count as the last one scored."""
-    size, at = len(row.is_right[0]), 0
-    drafted, steps, tried, accepted = list[int](), list[int](), [0] * draft_len, [0] * draft_len
-    while at < size:
-        most, survival, num = min(draft_len, size - 1 - at), 1.0, 0  # the last token needs no draft behind it
-        while num < most:
-            survival *= row.confidence[min(num, len(row.confidence) - 1)][at + num]
-            if survival < min_confidence:
-                break
-            num += 1
-        drafted.append(num)
-        steps.append(num + (num < most))
-        for step in range(num):
-            tried[step] += 1
-            if not row.is_right[min(step, len(row.is_right) - 1)][at]:
-                break
-            accepted[step] += 1
-            at += 1
-        at += 1
-    return Walk(size, drafted, steps, tried, accepted)

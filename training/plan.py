@@ -1,12 +1,22 @@
 """How far to draft: the largest number of drafts and the confidence stop, from measured costs and held-out text."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from selfspec.decode import exact_width
-from selfspec.training.losses import RowScores, walk_cycles
+import torch
 
+from selfspec.costs import NUM_ROWS, pass_costs
+from selfspec.decode import exact_width, is_exact_by_default
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
+from selfspec.model import EarlyExitModel
+from selfspec.pretrained import resolve_dtype
+from selfspec.target import Target
+from selfspec.training.metrics import RowScores, walk_cycles
+
+COST_CONTEXT, COST_ROUNDS = 256, 9  # tokens of context and repetitions with which passes are timed
 STOPS = tuple(i / 20 for i in range(13))  # 0, .05, ... .6
 
 
@@ -63,3 +73,22 @@ def choose(rows: Sequence[RowScores], costs: Costs) -> Plan:
     lengths = [k for k in costs.draft_lens() if k <= len(rows[0].is_right)]  # later steps guess worse than scored ones
     plans = [Plan(k, stop, predict(rows, costs, k, stop)) for k, stop in product(lengths, STOPS)]
     return max(plans, key=lambda plan: round(plan.speedup, 3))
+
+
+def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
+    """Time passes and a draft step on this machine, in the dtype that decodes by default; the weights do not matter.
+
+    The draft step is timed unpadded; padding, where exact mode needs it, adds a little to it.
+    """
+    dtype = resolve_dtype(None, target.device)
+    if isinstance(dtype, torch.dtype) and dtype != target.dtype:
+        target = Target(copy.deepcopy(target.base).to(dtype), check=False)
+    head = ExitHead(target, "timed", exit_config, build_adapter(target, exit_config))
+    context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
+    found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
+    rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
+    lengths = range(1, exit_config.num_steps + 1) if exit_config.form != "chain" else ()
+    return Costs(
+        round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use,
+        tuple(round(found[f"draft_{k}_ms"] / found["pass_1_ms"], 4) for k in lengths), exit_config.form == "parallel",
+    )  # fmt: skip

@@ -1,12 +1,11 @@
 """`train_exits`: data, teacher pass with the closed-form bridge, training, evaluation, a saved exit."""
 
 import contextlib
-import copy
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,27 @@ import yaml
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.costs import NUM_ROWS, pass_costs
-from selfspec.decode import is_exact_by_default
-from selfspec.exits import ExitConfig, ExitHead, build_adapter
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
 from selfspec.files import LOCK_FILE, locked, write_atomically
-from selfspec.model import EarlyExitModel
-from selfspec.pretrained import load_target_model, resolve_dtype
+from selfspec.pretrained import load_target_model
 from selfspec.provenance import versions
 from selfspec.storage import fingerprint, save_exit
 from selfspec.target import Target
-from selfspec.training.closed_form import start_from_ridge
+from selfspec.training.closed_form import start_from_chance, start_from_ridge
 from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
 from selfspec.training.fresh_states import FreshStates
-from selfspec.training.generate_data import write_data
+from selfspec.training.generate_data import content_hash, write_data
 from selfspec.training.keep_best import KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
-from selfspec.training.losses import Metrics
-from selfspec.training.plan import Costs, choose, predict
+from selfspec.training.metrics import Metrics, calibration_error
+from selfspec.training.overlap import Overlap
+from selfspec.training.plan import choose, measure_costs, predict
 from selfspec.training.ranks import is_main, join, main_first, num_processes
 from selfspec.training.scores import evaluate, score_rows
-from selfspec.training.states import RowStates, choose_vocab
+from selfspec.training.states import RowStates, choose_vocab, kept_depths
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer
 from selfspec.training.workers import num_workers_for
@@ -45,7 +43,6 @@ from selfspec.training.workers import num_workers_for
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.yaml"
-COST_CONTEXT, COST_ROUNDS = 256, 9  # tokens of context and repetitions with which passes are timed
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class TrainedExit:
 
 
 def train_exits(config: TrainConfig) -> Path:
-    """Train one exit as ``config`` says; returns the folder of the saved exit, OUTPUT/NAME.
+    """Train what ``config`` says; returns the folder of the saved exit, OUTPUT/NAME (OUTPUT, where there are several).
 
     Raises FileExistsError when the output folder holds another run, BlockingIOError while one is at work there,
     ValueError for data or layers that do not fit.
@@ -67,43 +64,73 @@ def train_exits(config: TrainConfig) -> Path:
     dtype = config.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     model, tokenizer = load_target_model(config.model, config.revision, dtype=dtype, **config.load)
     target = Target(model)
-    config.exit_config(target.num_layers, None).check(target.num_layers)
-    saved = folder / config.exit
-
-    def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
-        save_exit(head, target, saved, tokenizer, {**training, "data": describe_data(config, folder)}, metrics.flat())
-
+    runs = config.each_exit()
+    for run in runs:
+        run.exit_config(target.num_layers, None).check(target.num_layers)
     join(is_cpu=target.device.type == "cpu")
     with locked(folder) if is_main() else contextlib.nullcontext():
         with main_first():
             if is_main():
                 record(config, folder)
-            kept = kept_states(config, target, folder) if config.keep_states else None
-            rows = load_rows(config, target, tokenizer, folder, kept)
-        train_on_rows(target, rows, config, folder, len(tokenizer), write)
-    return saved
+            rows = load_rows(config, target, tokenizer, folder)
+        for run in runs:
+            if len(runs) > 1:
+                logger.info("exit %s: layer %d, %s", run.exit, run.exit_layer, run.form)
+            _train_one(run, target, rows, folder, folder if run is runs[0] else folder / "runs" / run.exit, tokenizer)
+    return folder / config.exit if len(runs) == 1 else folder
+
+
+def _train_one(
+    config: TrainConfig,
+    target: Target,
+    rows: Sequence[Row],
+    output: Path,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """One exit, saved in ``output``; checkpoints and logs go to ``folder``, states lie in ``output``."""
+
+    def write(head: ExitHead, metrics: Metrics, training: dict[str, Any]) -> None:
+        about = {**training, "data": describe_data(config, output)}
+        save_exit(head, target, output / config.exit, tokenizer, about, metrics.flat())
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config.model_copy(update={"states": config.states or str(output / "states")})
+    train_on_rows(target, rows, config, folder, len(tokenizer), write, tokenizer.decode)
 
 
 def train_on_rows(
-    target: Target, rows: Sequence[Row], config: TrainConfig, folder: Path, num_tokens: int, write: Any = None
+    target: Target,
+    rows: Sequence[Row],
+    config: TrainConfig,
+    folder: Path,
+    num_tokens: int,
+    write: Callable[[ExitHead, Metrics, dict[str, Any]], None] | None = None,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> TrainedExit:
-    """The run after the data. ``num_tokens`` is the tokenizer's size, ``write(head, metrics, training)`` saves."""
+    """The run after the data. ``num_tokens`` is the tokenizer's size, ``write(head, metrics, training)`` saves.
+
+    With ``decode``, token ids to text, TensorBoard shows a held-out answer with its accepted drafts.
+    """
     train_rows, held_rows = split(rows, config)
     vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens, target.vocab_size)
     exit_config = config.exit_config(target.num_layers, vocab)
     kept = kept_states(config, target, folder)
     workers = num_workers_for(target.base, config.workers)
     with main_first():  # what it makes, the others find
-        held_out = collect_cached(target, kept, held_rows, num_workers=workers)
+        held_out = collect_cached(target, kept, exit_config, held_rows, num_workers=workers)
         states: Sequence[RowStates] = (
-            collect_cached(target, kept, train_rows, num_workers=workers)
+            collect_cached(target, kept, exit_config, train_rows, num_workers=workers)
             if config.keep_states
             else FreshStates(target, exit_config, train_rows)
         )
     choosing, judging = halve(held_out, config.eval_tokens)
     torch.manual_seed(config.seed)  # the same start in every process, whatever each has done before
     adapter = build_adapter(target, exit_config, torch.float32)
-    start_from_ridge(target, adapter, states, exit_config, config.ridge, config.ridge_tokens)
+    if config.start == "borrowed":
+        start_from_ridge(target, adapter, exit_config, states, choosing, config.ridge, config.ridge_tokens)
+    else:
+        start_from_chance(adapter, config.seed)
     student = Student(target, adapter, exit_config)
     summary = {
         "config": config.model_dump(mode="json"),
@@ -121,7 +148,8 @@ def train_on_rows(
             write(build_head(target, config, exit_config, adapter), metrics, summary)
 
     is_shared = config.fsdp and num_processes() > 1
-    keeper = KeepBest(student, choosing, config, folder, save)
+    costs = measure_costs(target, exit_config) if config.draft_len is None and is_main() else None
+    keeper = KeepBest(student, choosing, config, folder, save, costs, decode)
     keeper.begin()
     closed_form = evaluate(student, judging, config)
     summary["closed_form"] = closed_form.flat()
@@ -140,9 +168,8 @@ def train_on_rows(
         student.load_trained_state(keeper.best_state)
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
     judged = score_rows(student, judging, config)
-    metrics = judged.metrics()
-    if config.draft_len is None and is_main():
-        costs = measure_costs(target, exit_config)
+    metrics = replace(judged.metrics(), calibration_error=calibration_error(judged.greedy_rows))
+    if costs is not None:
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
         exit_config = exit_config.model_copy(
             update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
@@ -157,25 +184,6 @@ def train_on_rows(
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
 
 
-def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
-    """Time passes and a draft step on this machine, in the dtype that decodes by default; the weights do not matter.
-
-    The draft step is timed unpadded; padding, where exact mode needs it, adds a little to it.
-    """
-    dtype = resolve_dtype(None, target.device)
-    if isinstance(dtype, torch.dtype) and dtype != target.dtype:
-        target = Target(copy.deepcopy(target.base).to(dtype), check=False)
-    head = ExitHead(target, "timed", exit_config, build_adapter(target, exit_config))
-    context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
-    found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
-    rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
-    lengths = range(1, exit_config.num_steps + 1) if exit_config.form != "chain" else ()
-    return Costs(
-        round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use,
-        tuple(round(found[f"draft_{k}_ms"] / found["pass_1_ms"], 4) for k in lengths), exit_config.form == "parallel",
-    )  # fmt: skip
-
-
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
     """An `ExitHead` over the adapter as it stands now, in the target's dtype."""
     if target.dtype != torch.float32:
@@ -187,23 +195,26 @@ def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, ada
 def kept_states(config: TrainConfig, target: Target, folder: Path) -> KeptStates:
     """Where the run keeps the target's states."""
     place = Path(config.states or folder / "states")
-    return KeptStates(place, config.exit_config(target.num_layers, None), fingerprint(target.base))
+    return KeptStates(place, fingerprint(target.base), config.state_dtype == "float8")
 
 
-def load_rows(
-    config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: KeptStates | None
-) -> list[Row]:
-    """The rows that the config asks for, written where they are not there yet, and their states kept in ``kept``."""
+def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[Row]:
+    """The rows that the config asks for, written where they are not there yet, with the states that its exits need."""
     data = config.data
     if data.jsonl:
-        rows = rows_from_jsonl(data.jsonl, tokenizer, data.max_row_tokens)
+        rows = rows_from_jsonl(data.jsonl, tokenizer, data.max_row_tokens, avoid=Overlap.of_files(data.avoid))
     else:
         shards = Path(data.folder) if data.folder else folder / "data"
         held = read_manifest(shards)["num_answer_tokens"] if (shards / "manifest.json").is_file() else 0
         if held < data.num_tokens:
+            heads = [run.exit_config(target.num_layers, None) for run in config.each_exit()]
             write_data(
                 target.base, tokenizer, shards, data.num_tokens, data.prompts, data.temperatures, seed=config.seed,
-                num_workers=num_workers_for(target.base, config.workers), kept=kept,
+                num_workers=num_workers_for(target.base, config.workers),
+                kept=kept_states(config, target, folder) if config.keep_states else None,
+                batch_size=data.batch_size, max_new_tokens=data.max_new_tokens,
+                max_prompt_tokens=data.max_prompt_tokens, avoid=data.avoid, max_turns=data.max_turns,
+                depths=sorted({depth for head in heads for depth in kept_depths(target.num_layers, head)}),
             )  # fmt: skip
         rows = [row for row in load_shards(shards) if len(row.ids) <= data.max_row_tokens]
     return rows[: num_rows_for([row.num_answer_tokens for row in rows], data.num_tokens)]
@@ -212,7 +223,7 @@ def load_rows(
 def describe_data(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """Where the rows came from, for the sidecar: hash of the jsonl, or the settings that generated the shards."""
     if config.data.jsonl:
-        return {"jsonl_sha256": hashlib.sha256(Path(config.data.jsonl).read_bytes()).hexdigest()}
+        return {"jsonl_sha256": content_hash(config.data.jsonl)}
     settings: dict[str, Any] = read_manifest(config.data.folder or folder / "data")["settings"]
     return settings
 

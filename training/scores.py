@@ -1,14 +1,16 @@
 """What an exit is worth on held-out rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
-from selfspec.exits import active, unwrap
+from selfspec.exit_module import active, unwrap
 from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
-from selfspec.training.losses import Metrics, RowScores, cross_entropy, overlap, walk_cycles
+from selfspec.training.losses import cross_entropy, overlap
+from selfspec.training.metrics import Metrics, RowScores, walk_cycles
 from selfspec.training.states import RowStates, make_batch
 from selfspec.training.student import Student
 
@@ -66,6 +68,19 @@ def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfi
             (sampled if row.temperature > 0 else greedy).append(found)
     agreement, accepted_mass = [h / max(count, 1) for h in hits], [m / max(count, 1) for m in mass]
     return Scores(loss / max(count, 1), agreement, accepted_mass, greedy or sampled)
+
+
+def drafted_text(
+    student: Student, row: RowStates, config: TrainConfig, decode: Callable[[list[int]], str], max_tokens: int = 120
+) -> str:
+    """The target's answer to one held-out row in Markdown, what would be accepted of drafts of all steps in bold."""
+    scores = score_rows(student, [row], config).greedy_rows[0]
+    marks = walk_cycles(scores, config.num_steps).is_drafted[:max_tokens]
+    text = ""
+    for is_drafted, part in groupby(zip(marks, row.argmaxes.tolist(), strict=False), key=lambda pair: pair[0]):
+        piece = decode([token for _, token in part])
+        text += f"**{piece}**" if is_drafted and piece.strip() else piece
+    return text
 
 
 def evaluate(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Metrics:

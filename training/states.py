@@ -6,13 +6,14 @@ vocabulary, V_d drafted vocabulary, A positions that carry the loss (their next 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from selfspec.exits import ExitConfig, slice_output
+from selfspec.exit_module import ExitConfig
+from selfspec.exits import slice_output
 from selfspec.head import Head
 from selfspec.passes import passes
 from selfspec.target import Target
@@ -27,7 +28,7 @@ class RowStates:
 
     taps: Tensor  # [S, D], after the exit layer
     recalls: Tensor | None  # [S, n D], after the recalled layers
-    wanted: Tensor  # [S, D], input of the last layer: what the closed-form bridge aims at
+    wanted: Tensor  # [S, D], input of the borrowed layers: what the closed-form bridge aims at
     finals: Tensor  # [A, D] in float32, after the last layer, before the final norm
     answer_start: int
     log_sums: Tensor  # [A], log of the sum of exp(logits) over the whole vocabulary
@@ -72,42 +73,72 @@ def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_s
     return tuple(sorted(ranked))
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class TeacherStates:
+    """What the target makes of one row, whatever exits learn from it."""
+
+    by_depth: dict[int, Tensor]  # [S, D] in bfloat16, by the number of layers behind them
+    finals: Tensor | None = None  # as in `RowStates`; None, and the others too, where the last layers were not run
+    log_sums: Tensor | None = None
+    argmaxes: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, row: Row, held: Mapping[int, Tensor], log_sums: Tensor | None = None, argmaxes: Tensor | None = None
+    ) -> "TeacherStates":
+        """Copies, off the device, of states ``held`` [S, D]; the deepest are the last layer's if there are sums."""
+        by_depth = {depth: state.bfloat16().cpu() for depth, state in held.items()}
+        if log_sums is None or argmaxes is None:
+            return cls(by_depth)
+        finals = held[max(held)][row.answer_start - 1 :].float().clone().cpu()
+        return cls(by_depth, finals, log_sums.clone().cpu(), argmaxes.clone().cpu())
+
+    def joined(self, other: "TeacherStates") -> "TeacherStates":
+        """What both know."""
+        with_answers = self if other.finals is None else other
+        return replace(with_answers, by_depth=self.by_depth | other.by_depth)
+
+    def for_exit(self, config: ExitConfig, row: Row) -> "RowStates":
+        """What an exit of ``config`` learns from it."""
+        assert self.finals is not None and self.log_sums is not None and self.argmaxes is not None  # noqa: PT018
+        recalled = [self.by_depth[depth] for depth in config.recall_layers]
+        return RowStates(
+            taps=self.by_depth[config.exit_layer],
+            recalls=torch.cat(recalled, dim=-1) if recalled else None,
+            wanted=self.by_depth[max(self.by_depth) - config.num_blocks],
+            finals=self.finals,
+            answer_start=row.answer_start,
+            log_sums=self.log_sums,
+            argmaxes=self.argmaxes,
+            temperature=row.temperature,
+            tokens=scored_tokens(row),
+        )
+
+
 def collect(target: Target, config: ExitConfig, rows: Sequence[Row], batch_tokens: int = 2048) -> list[RowStates]:
-    """The teacher pass over ``rows``; their order is kept."""
-    states: dict[int, RowStates] = {}
-    texts, wanted = [torch.from_numpy(row.ids[:-1]) for row in rows], kept_depths(target, config)
-    for batch in passes(target, texts, wanted, batch_tokens):
+    """The teacher pass over ``rows`` for one exit; their order is kept."""
+    made = teach(target, kept_depths(target.num_layers, config), rows, batch_tokens)
+    return [states.for_exit(config, row) for states, row in zip(made, rows, strict=True)]
+
+
+@torch.no_grad()
+def teach(target: Target, depths: Sequence[int], rows: Sequence[Row], batch_tokens: int = 2048) -> list[TeacherStates]:
+    """The target's states of ``rows`` at ``depths``, no further than the deepest; their order is kept."""
+    states: dict[int, TeacherStates] = {}
+    texts = [torch.from_numpy(row.ids[:-1]) for row in rows]
+    for batch in passes(target, texts, depths, batch_tokens):
         for b, index in enumerate(batch.indices):
             row = rows[index]
             held = {depth: state[b, : len(row.ids) - 1] for depth, state in batch.states.items()}
-            log_sums, argmaxes = _teacher(target, held[target.num_layers][row.answer_start - 1 :])
-            states[index] = row_states(config, row, held, log_sums, argmaxes)
+            finals = held.get(target.num_layers)
+            sums = (None, None) if finals is None else _teacher(target, finals[row.answer_start - 1 :])
+            states[index] = TeacherStates.of(row, held, *sums)
     return [states[i] for i in range(len(rows))]
 
 
-def kept_depths(target: Target, config: ExitConfig) -> list[int]:
+def kept_depths(num_layers: int, config: ExitConfig) -> list[int]:
     """The depths (layers behind them) whose states an exit is trained on."""
-    return sorted({config.exit_layer, *config.recall_layers, target.num_layers - 1, target.num_layers})
-
-
-def row_states(
-    config: ExitConfig, row: Row, held: Mapping[int, Tensor], log_sums: Tensor, argmaxes: Tensor
-) -> RowStates:
-    """What is kept of ``row``, from its states ``held`` [S, D] at the `kept_depths`; copies, off the device."""
-    *_, inner, last = sorted(held)
-    recalled = [held[depth].bfloat16() for depth in config.recall_layers]
-    return RowStates(
-        taps=held[config.exit_layer].bfloat16().cpu(),
-        recalls=torch.cat(recalled, dim=-1).cpu() if recalled else None,
-        wanted=held[inner].bfloat16().cpu(),
-        finals=held[last][row.answer_start - 1 :].float().clone().cpu(),
-        answer_start=row.answer_start,
-        log_sums=log_sums.clone().cpu(),
-        argmaxes=argmaxes.clone().cpu(),
-        temperature=row.temperature,
-        tokens=scored_tokens(row),
-    )
+    return sorted({config.exit_layer, *config.recall_layers, num_layers - config.num_blocks, num_layers})
 
 
 def scored_tokens(row: Row) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from selfspec.exits import ExitConfig, active, places_among, unwrap
+from selfspec.exit_module import ExitConfig, active, unwrap
+from selfspec.exits import places_among
 from selfspec.target import Target
 from selfspec.training.losses import LOSSES
 from selfspec.training.states import Batch, StudentHead, Teacher, draw_steps, recall_back
@@ -102,14 +103,18 @@ class Student(nn.Module):
     def logits(self, guesses: Guesses, batch: Batch) -> Tensor:
         """Logits [G, V_d] in float32, each behind the token that stands before it."""
         correction = unwrap(self.adapter).correction
+        is_behind = guesses.steps > 1  # step 1 follows no draft
         with self.target_precision():
-            logits = self.head(guesses.normed)
             if correction is None:
-                return logits
-            is_behind = guesses.steps > 1  # step 1 follows no draft
-            tokens = batch.tokens[guesses.places[is_behind]]
+                return self.head(guesses.normed)
+            which, tokens = is_behind.nonzero()[:, 0], batch.tokens[guesses.places[is_behind]]
+            if self.config.correction == "state":
+                embedded = self.target.embed(tokens[None])[0].to(guesses.normed.dtype)
+                corrected = active(correction)(guesses.normed[is_behind], embedded)
+                return self.head(guesses.normed.index_put((which,), corrected.to(guesses.normed.dtype)))
+            logits = self.head(guesses.normed)
             biases = active(correction)(places_among(self.vocab_ids, tokens))
-        return logits.index_add(0, is_behind.nonzero()[:, 0], biases.to(logits.dtype))
+        return logits.index_add(0, which, biases.to(logits.dtype))
 
     def guess(self, logits: Tensor) -> Tensor:
         """The exit's most probable token ids [G], from logits [G, V_d]."""

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from selfspec.files import write_atomically
 from selfspec.passes import batches_of
@@ -122,6 +123,7 @@ class ExitTrainer(Trainer):
             self.is_distributed_loading_by_transformers = True  # the Trainer's word for a model to be left as it is
         self.can_return_loss = True
         self.log_extra: dict[str, float] = {}
+        self.num_positions, self.last_log = 0, time.monotonic()  # since then
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One group of rows a step and process, in an order drawn anew each epoch."""
@@ -166,6 +168,7 @@ class ExitTrainer(Trainer):
         """The `Objective` on one batch."""
         batch: Batch = inputs["batch"]
         loss, guesses = model(batch, self.student.draw_steps(batch, self.generator))
+        self.num_positions += int(batch.lengths.sum())
         if self.state.global_step % self.args.logging_steps == 0:
             self._note(guesses.at(1), batch)
         return loss
@@ -183,8 +186,17 @@ class ExitTrainer(Trainer):
         """Loss comes with agreement, sum min(p, q) and predicted tau of the last batch."""
         if "loss" in logs:
             logs |= {k: round(v, 4) for k, v in self.log_extra.items()}
-            logs["minutes"] = round((time.monotonic() - self.began) / 60, 2)
+            now = time.monotonic()
+            logs["minutes"] = round((now - self.began) / 60, 2)
+            logs["tokens_per_second"] = round(self.num_positions / (now - self.last_log), 1)
+            self.num_positions, self.last_log = 0, now
         super().log(logs, *args, **kwargs)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Show ``text`` in TensorBoard, where it runs."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                callback.tb_writer.add_text(name, text, self.state.global_step)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         del state_dict  # the default writes the frozen base as well
