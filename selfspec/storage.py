@@ -71,6 +71,8 @@ def fingerprint(base: nn.Module) -> str:
         if tensor.is_meta:  # offloaded
             owner, _, leaf = name.rpartition(".")
             tensor = present(base.get_submodule(owner), leaf)
+        if type(tensor) not in (torch.Tensor, nn.Parameter):  # quantised, as a kind of tensor
+            tensor = tensor.dequantize()
         if tensor.is_floating_point() and tensor.numel():
             flat = tensor.detach().reshape(-1)
             places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()

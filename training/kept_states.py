@@ -89,7 +89,8 @@ def collect_cached(
     parts = [(depths, ids[i : i + chunk]) for depths, ids in lacking.items() for i in range(0, len(ids), chunk)]
     tasks = [(kept, depths, [rows[i] for i in part]) for depths, part in parts]
     made = in_order(target.base, _teach, tasks, num_workers)
-    for (depths, part), path in zip(parts, track(made, description="teacher pass", total=len(parts)), strict=True):
+    shown = track(made, description="teacher pass", total=len(parts), disable=not parts)
+    for (depths, part), path in zip(parts, shown, strict=True):
         for i, new in zip(part, _read(path, depths), strict=True):
             states[i] = states[i].joined(new)
     return [held.for_exit(config, row) for held, row in zip(states, rows, strict=True)]
