@@ -138,10 +138,10 @@ class FusedLayers:
         Through no modules they go as in the plan ``beside``, whose layers are left out.
         """
         if not modules:
-            key = (id(beside), slots)
-            if beside is not None and key not in cache.plans:
-                cache.plans[key] = replace(beside, layers=beside.layers[:0], calls={})
-            return cache.plans.get(key)
+            aside = (id(beside), slots)
+            if beside is not None and aside not in cache.plans:
+                cache.plans[aside] = replace(beside, layers=beside.layers[:0], calls={})
+            return cache.plans.get(aside)
         key = (id(modules[0]), slots, self._age)
         if key not in cache.plans:
             cache.plans[key] = self._make_plan(modules, like, slots, cache)

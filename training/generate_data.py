@@ -87,7 +87,7 @@ def write_data(
     when another process writes there.
     """
     folder = Path(out_dir)
-    settings = {
+    settings: dict[str, Any] = {
         "model": Path(str(model.config.name_or_path)).name, "dtype": str(model.dtype).removeprefix("torch."),
         "tokenizer_sha256": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
         "kind": "prompts" if prompts else "self",
