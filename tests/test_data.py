@@ -54,7 +54,7 @@ def model(tokenizer):
 
 @pytest.fixture
 def prompts_file(tmp_path):
-    records = [{"prompt": "x" * (1 + i % 7), "category": "ab"[i % 3 == 0]} for i in range(60)]
+    records = [{"prompt": "x" * (1 + i % 7) + chr(60 + i), "category": "ab"[i % 3 == 0]} for i in range(60)]
     return write_jsonl(tmp_path / "prompts.jsonl", *records)
 
 

@@ -178,8 +178,7 @@ def test_tensorboard_shows_what_the_run_is_worth(tmp_path: Path) -> None:
     shown = set(board.Tags()["scalars"])
     assert {f"eval/{name}_{j}" for name in ("agreement", "accepted_mass", "acceptance", "tau") for j in (1, 2)} <= shown
     assert {"eval/speedup", "train/loss", "train/tokens_per_second", "train/accepted_mass"} <= shown
-    (name,) = board.Tags()["tensors"]
-    assert "accepted drafts in bold" in name
+    assert any("accepted drafts in bold" in name for name in board.Tags()["tensors"])
     assert done.metrics.calibration_error is not None
     assert 0 <= done.metrics.calibration_error <= 1
 
