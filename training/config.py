@@ -28,9 +28,19 @@ class DataConfig(BaseModel):
     max_row_tokens: int = Field(default=512, ge=2)
 
 
+class LayerSkipConfig(BaseModel):
+    """A copy of the whole model is trained instead of an exit; see `layerskip`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exit_scale: float = Field(default=0.2, gt=0)  # weight of the layers before the last in the loss
+    layer_dropout: float = Field(default=0.1, ge=0, lt=1)  # chance that the last layer is skipped
+    curriculum: int = Field(default=5, ge=1)  # every so many layers have a loss in a step, in turn
+
+
 SHARED = {
     "model", "revision", "dtype", "load", "also", "data", "output", "states", "keep_states", "state_dtype", "fsdp",
-    "workers", "seed", "force",
+    "workers", "seed", "force", "layerskip",
 }  # fmt: skip
 
 
@@ -59,6 +69,7 @@ class TrainConfig(BaseModel):
     start: Literal["borrowed", "random"] = "borrowed"  # of blocks and bridge; random ones are trained whole
     lora_rank: int = Field(default=64, ge=0)  # 0: the blocks are trained whole
     lora_alpha: int = Field(default=64, ge=1)
+    layerskip: LayerSkipConfig | None = None  # train a copy of the whole model in the place of an exit
     data: DataConfig = DataConfig()
     output: str = "runs/exit"
     max_steps: int | None = Field(default=None, ge=0)  # 0: stop after the closed-form start

@@ -30,6 +30,7 @@ from selfspec.training.fresh_states import FreshStates
 from selfspec.training.generate_data import content_hash, write_data
 from selfspec.training.keep_best import KeepBest
 from selfspec.training.kept_states import KeptStates, collect_cached
+from selfspec.training.layerskip import train_copy
 from selfspec.training.metrics import Metrics, calibration_error
 from selfspec.training.overlap import Overlap
 from selfspec.training.plan import choose, measure_costs, predict
@@ -73,6 +74,8 @@ def train_exits(config: TrainConfig) -> Path:
             if is_main():
                 record(config, folder)
             rows = load_rows(config, target, tokenizer, folder)
+        if config.layerskip is not None:
+            return train_copy(model, tokenizer, rows, config, folder)
         for run in runs:
             if len(runs) > 1:
                 logger.info("exit %s: layer %d, %s", run.exit, run.exit_layer, run.form)
@@ -211,7 +214,7 @@ def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
             write_data(
                 target.base, tokenizer, shards, data.num_tokens, data.prompts, data.temperatures, seed=config.seed,
                 num_workers=num_workers_for(target.base, config.workers),
-                kept=kept_states(config, target, folder) if config.keep_states else None,
+                kept=kept_states(config, target, folder) if config.keep_states and not config.layerskip else None,
                 batch_size=data.batch_size, max_new_tokens=data.max_new_tokens,
                 max_prompt_tokens=data.max_prompt_tokens, avoid=data.avoid, max_turns=data.max_turns,
                 depths=sorted({depth for head in heads for depth in kept_depths(target.num_layers, head)}),
