@@ -11,6 +11,8 @@ Shapes: B batch, H query heads, Hkv key/value heads, R rows, T cached slots, D h
 import torch
 from torch import Tensor
 
+from .row_view import RowView
+
 MAX_PACKED_ROWS = 64
 
 
@@ -63,3 +65,26 @@ def _packed_attention(
     weights = torch.softmax(scores, dim=-1)[..., :slots].to(v.dtype)
     out = torch.bmm(weights, values)  # [B Hkv, G R, Dv]
     return out.view(batch, heads, rows, -1).transpose(1, 2)
+
+
+def attention_over_cache(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    view: RowView,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """`attention` of R <= 64 rows over a cache that holds their own keys and values too; returns [B, R, H, D].
+
+    ``q`` is [B, H, R, D]; ``keys`` and ``values`` [B, Hkv, S, D] are in its dtype, or in e4m3 and then stand for
+    ``kv_scales`` times what is stored. What no row of ``view`` sees may never have been written: it is not read. A row
+    that sees nothing (padding) is zero.
+    """
+    mask = view.mask(keys.shape[2])
+    unread = ~mask.any(dim=1)[:, None, :, None]  # [B, 1, S, 1]: zero times NaN would be NaN
+    k, v = (t.to(q.dtype).masked_fill(unread, 0.0) * by for t, by in zip((keys, values), kv_scales, strict=True))
+    blind = ~mask.any(dim=2)[:, :, None, None]
+    return attention(q, k, v, mask, scale, softcap, sinks).masked_fill(blind, 0.0)
