@@ -2,13 +2,19 @@
 
 import functools
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported first
+
 from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -112,6 +118,12 @@ def shallow_target_of(family: str, dtype: torch.dtype = torch.float32) -> Target
 
 def prompt_of(num_tokens: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
     return torch.randint(3, vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def random_parents(num_rows: int, seed: int = 0) -> list[int]:
+    """A random tree: row 0 is the root, every other row hangs on one in front of it."""
+    generator = torch.Generator().manual_seed(seed)
+    return [0, *(int(torch.randint(row, (1,), generator=generator)) for row in range(1, num_rows))]
 
 
 def new_state(
@@ -235,6 +247,41 @@ def mutate(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], old: s
     exec(compile(source.replace(old, new), f"<mutant of {function.__qualname__}>", "exec"), module.__dict__, names)
     owner, _, name = function.__qualname__.rpartition(".")
     monkeypatch.setattr(getattr(module, owner) if owner else module, name, names[name])
+
+
+@pytest.fixture
+def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter patches its language at every call of a function in a kernel: here once a launch."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch, patched = interpreter._patch_lang, set[int]()
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in patched:
+            return None  # the caller is a kernel that is running
+        scope = patch(function)
+        restore = scope.restore
+        scope.restore = lambda: (patched.discard(module), restore())
+        patched.add(module)
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+
+
+@pytest.fixture
+def matrix_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in Triton's interpreter as a GPU makes them: each sum for itself.
+
+    In numpy's a row's bits depend on where it stands.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = a.data.astype(np.float32), b.data.astype(np.float32)
+        sums = (left[:, None, :] * right.T[None]).sum(-1)
+        return interpreter.TensorHandle(sums + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(autouse=True)
