@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from selfspec import cli_measure
+from selfspec import cli_kernels, cli_measure
 from selfspec.cli_options import (
     Acceptance,
     AcceptanceRule,
@@ -122,6 +122,7 @@ app.command("eval")(cli_measure.evaluate)
 app.command()(cli_measure.report)
 app.command()(cli_measure.trace)
 app.command()(cli_measure.probe)
+app.command()(cli_kernels.kernels)
 
 
 @app.command()

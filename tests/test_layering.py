@@ -16,7 +16,7 @@ FOLDERS = {
     "tests": "tests",
 }
 FLOOR_2 = ("selfspec.training", "selfspec.eval")
-CLI = ("selfspec.cli", "selfspec.cli_generate", "selfspec.cli_measure", "selfspec.cli_options", "selfspec.__main__")
+CLI = tuple(f"selfspec.{n}" for n in ("cli", "cli_generate", "cli_kernels", "cli_measure", "cli_options", "__main__"))
 
 
 @dataclass(frozen=True)
