@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import attention_reference
+from .row_view import RowView
 
 logger = logging.getLogger(__name__)
 CHOICES = ("reference", "cpu", "triton")
@@ -21,8 +22,7 @@ FEW_ROWS = 64  # of a decoding pass; a prompt has more
 def implementation(device: torch.device | str = "cpu") -> str:
     """Name of the implementation that runs on ``device``; SELFSPEC_KERNELS overrides it.
 
-    Raises ValueError for a value of SELFSPEC_KERNELS that is not one of reference, cpu and triton, and
-    NotImplementedError for triton, whose kernels are not part of this release.
+    Raises ValueError for a value of SELFSPEC_KERNELS that is not one of reference, cpu and triton, or not to be had.
     """
     return _chosen(os.environ.get("SELFSPEC_KERNELS"), torch.device(device).type)
 
@@ -31,10 +31,22 @@ def implementation(device: torch.device | str = "cpu") -> str:
 def _chosen(choice: str | None, device_type: str) -> str:
     if choice is not None and choice not in CHOICES:
         raise ValueError(f"SELFSPEC_KERNELS={choice!r}; choose one of {', '.join(CHOICES)}")
-    if choice == "triton":
-        raise NotImplementedError("SELFSPEC_KERNELS=triton: no Triton kernel yet, use SELFSPEC_KERNELS=reference")
+    if choice == "triton" or (choice is None and device_type == "cuda"):
+        missing = _missing_for_triton(device_type)
+        if missing is None:
+            return "triton"
+        if choice is not None:
+            raise ValueError(f"SELFSPEC_KERNELS=triton: {missing}")
+        logger.warning("%s: attention by torch, slower", missing)
     is_cpu = device_type == "cpu" and choice != "reference" and _has_compiler()
     return "cpu" if is_cpu else "reference"
+
+
+def _missing_for_triton(device_type: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    is_interpreted = importlib.import_module("triton").knobs.runtime.interpret
+    return None if device_type == "cuda" or is_interpreted else f"on {device_type} it needs TRITON_INTERPRET=1"
 
 
 @functools.cache
@@ -65,23 +77,45 @@ def _cpu_layers() -> Any:
     return importlib.import_module(f"{__package__}.cpu_layers")
 
 
+def takes_views(device: torch.device, num_rows: int) -> bool:
+    """Whether a pass of so many rows goes to a kernel that takes a `RowView` in place of a mask."""
+    return num_rows <= FEW_ROWS and implementation(device) == "triton"
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | RowView | None,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `attention_reference.attention`."""
+    """See `attention_reference.attention`; with a `RowView` see `attention_reference.attention_over_cache`."""
     if cache_dtype(q) != q.dtype:
         return attention(q.float(), k.float(), v.float(), mask, scale, softcap, sinks).to(q.dtype)
+    if isinstance(mask, RowView):
+        return _attention_over_cache(q, k, v, mask, scale, softcap, sinks)
     is_plain = softcap is None and sinks is None and not torch.is_grad_enabled()
     kernels = cpu_attention(q.device) if is_plain and q.shape[0] > 1 else None  # one sequence's layers are fused
     if kernels is not None and kernels.takes(q, k, v, mask):
         return kernels.attention(q, k, v, mask, scale)
     return attention_reference.attention(q, k, v, mask, scale, softcap, sinks)
+
+
+def _attention_over_cache(q: Tensor, k: Tensor, v: Tensor, view: RowView, *settings: Any) -> Tensor:
+    kernels = importlib.import_module(f"{__package__}.attention_triton")
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    reason = "gradients" if needs_grad else kernels.problem(q, k, v)
+    if reason is None:
+        return kernels.attention_over_cache(q, k, v, view, *settings)
+    _notice(f"the Triton attention does not take {reason}: attention by torch, slower")
+    return attention_reference.attention_over_cache(q, k, v, view, *settings)
+
+
+@functools.cache
+def _notice(message: str) -> None:
+    logger.warning(message)
 
 
 def cache_dtype(key: Tensor) -> torch.dtype:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.masks import MaskRule, padded_row_mask, row_mask, tree_shape
+from selfspec.kernels import dispatch
+from selfspec.kernels.row_view import RowView
+from selfspec.masks import MaskRule, padded_row_mask, row_mask, row_view, sliding_window, tree_shape
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _CACHE = object()  # placeholder for the cache in a recorded call
@@ -41,7 +43,8 @@ class Recorder(nn.Module):
 class Place:
     """Where the rows of a pass stand: in slots first, first + 1, ..., looking at slots [0, read_end).
 
-    ``parents`` gives the rows of a draft tree (None: a chain), ``pads`` [B] the slots before each sequence's start.
+    ``parents`` gives the rows of a draft tree (None: a chain), ``pads`` [B] the slots before each sequence's start,
+    ``width`` the number of rows of exact mode.
     """
 
     first: int
@@ -49,10 +52,11 @@ class Place:
     read_end: int
     parents: tuple[int, ...] | None = None
     pads: Tensor | None = None
+    width: int | None = None
 
     def is_same(self, other: "Place") -> bool:
         """Whether a pass at ``other`` makes the calls of one here."""
-        mine, theirs = ((p.first, p.num_rows, p.read_end, p.parents) for p in (self, other))
+        mine, theirs = ((p.first, p.num_rows, p.read_end, p.parents, p.width) for p in (self, other))
         return mine == theirs and self.pads is other.pads
 
 
@@ -109,10 +113,14 @@ class _Cut:
             self._made[id(value)] = self._see(value) if is_rule else self._rows(value, value.shape.index(self.size))
         return self._made[id(value)]
 
-    def _see(self, rule: MaskRule) -> Tensor | None:
+    def _see(self, rule: MaskRule) -> Tensor | RowView | None:
         place = self.place
         if self.mask is not None:
             return self.mask
+        if dispatch.takes_views(self.positions.device, place.num_rows):
+            window = sliding_window(rule, self.size)
+            if window is not None:
+                return row_view(window, self.positions, place.first, self.ancestors, place.pads, place.width)
         if place.pads is not None:
             return padded_row_mask(rule, self.positions, place.pads, place.read_end)
         return row_mask(rule, self.positions, place.first, place.read_end, self.ancestors)

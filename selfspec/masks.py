@@ -3,12 +3,15 @@
 Shapes: B sequences, R rows of a pass, T slots.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
+
+from selfspec.kernels.row_view import RowView, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +23,24 @@ class MaskRule:
     @property
     def is_causal(self) -> bool:
         return self.allows is causal_mask_function
+
+
+@functools.lru_cache(maxsize=64)
+def sliding_window(rule: MaskRule, size: int) -> int | None:
+    """Positions that a row among ``size`` sees, its own the last of them: 0 for all, None if that is not the rule.
+
+    Found out by asking: of most rules only the function is known.
+    """
+    if rule.is_causal:
+        return 0
+    slots, zero = torch.arange(size), torch.zeros((), dtype=torch.long)
+    seen = int(rule.allows(zero, zero, slots[-1], slots).sum())
+    edges = torch.tensor([seen - 2, seen - 1, seen, seen + 1, size - 2]).clamp(0, size - 1)
+    rows = torch.cat([torch.linspace(0, size - 1, 64).long(), edges])[:, None]
+    expected = (slots <= rows) & (slots > rows - seen)
+    if not torch.equal(rule.allows(zero, zero, rows, slots[None]).expand_as(expected), expected):
+        return None
+    return 0 if seen == size else seen
 
 
 def tree_shape(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Tensor | None]:
@@ -54,3 +75,16 @@ def padded_row_mask(rule: MaskRule, positions: Tensor, pads: Tensor, read_end: i
     slots = torch.arange(read_end, device=positions.device) - pads[:, None]  # [B, T], as positions
     zero = torch.zeros((), dtype=torch.long, device=positions.device)
     return rule.allows(zero, zero, positions[:, :, None], slots[:, None, :]) & (slots >= 0)[:, None]
+
+
+def row_view(
+    window: int, positions: Tensor, first: int, ancestors: Tensor | None, pads: Tensor | None, width: int | None
+) -> RowView:
+    """What `row_mask` and `padded_row_mask` say, of rows at ``positions`` [R] or [B, R] in slots from ``first`` on."""
+    positions = positions if positions.dim() == 2 else positions[None]
+    num_sequences, num_rows = positions.shape
+    if ancestors is None:
+        ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    words = words_of(ancestors).to(positions.device).repeat(num_sequences, 1)
+    lengths = torch.full((num_sequences,), first, device=positions.device)
+    return RowView(lengths, words, positions, window, pads, width)

@@ -25,6 +25,7 @@ from selfspec.clones import bare_clone, shallow_clone
 from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
+from selfspec.kernels.row_view import RowView
 from selfspec.layer_calls import LayerCalls, Place, Recorder, call_layer
 from selfspec.linears import with_dispatched_linears
 from selfspec.masks import MaskRule
@@ -40,7 +41,7 @@ def _attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | RowView | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -230,7 +231,8 @@ class Target:
             cache.advance(slots, num_rows)
             return made[:, :num_rows]
         read_end = cache.capacity if is_exact else first + hidden.shape[1]
-        place = Place(first, hidden.shape[1], read_end, None if parents is None else tuple(parents), cache.pads)
+        tree, width = None if parents is None else tuple(parents), cache.width if is_exact else None
+        place = Place(first, hidden.shape[1], read_end, tree, cache.pads, width)
         by_layer = calls.at(place, self.device)
         cache.open(first, hidden.shape[1], read_end)
         for module, slot in zip(modules, slots, strict=True):
