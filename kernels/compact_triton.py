@@ -14,7 +14,7 @@ from .checks import require_device
 from .compact_reference import FIELDS, Held, check
 
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # by alignment
-MOST_WORDS = 64  # of a row at a time: 64 rows are 32 registers a thread
+MOST_WORDS = 32  # of a row at a time: of 64 rows 32 registers a thread
 NUM_WARPS = 4
 
 

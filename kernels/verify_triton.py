@@ -6,6 +6,8 @@ drawn from, by `sample`. Neither noise nor the residuals of rows not visited are
 """
 
 # mypy: allow-incomplete-defs
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,12 +120,17 @@ def walk_rejection(
     tl.store(new_lengths + sequence, tl.load(lengths + sequence) + count + 1)
 
 
+def _numbers(tokens: Tensor) -> Iterator[Tensor]:
+    """Three times a number a sequence, not views of one tensor: operators may not return those."""
+    return (tokens.new_empty(tokens.shape[0]) for _ in range(3))
+
+
 def verify_coupled(own: Tensor, tokens: Tensor, parents: Tensor, lengths: Tensor) -> Found:
     """See `verify_reference.verify_coupled`."""
     check(tokens, parents, lengths, own)
     require_device(own=own, tokens=tokens, parents=parents, lengths=lengths)
     batch, count = tokens.shape
-    path, (accepted, following, new_lengths) = tokens.new_empty(batch, count), tokens.new_empty(3, batch)
+    path, (accepted, following, new_lengths) = tokens.new_empty(batch, count), _numbers(tokens)
     walk_coupled[(batch,)](
         own.contiguous(), tokens.contiguous(), parents.contiguous(), lengths.contiguous(),
         path, accepted, following, new_lengths, count, ROWS=triton.next_power_of_2(max(count, 2)), num_warps=1,
@@ -147,7 +154,7 @@ def verify_rejection(
     (batch, count), vocab = tokens.shape, target_probs.shape[2]
     seeds, target_probs = seeds.contiguous(), target_probs.contiguous()
     path, left = tokens.new_empty(batch, count), target_probs.new_empty(batch, 1, vocab)
-    accepted, last_position, new_lengths = tokens.new_empty(3, batch)
+    accepted, last_position, new_lengths = _numbers(tokens)
     walk_rejection[(batch,)](
         target_probs, tokens.contiguous(), parents.contiguous(),
         target_probs if draft_probs is None else draft_probs.contiguous(), seeds, positions.contiguous(),
