@@ -4,8 +4,9 @@ Neither the noise [B, R, V] nor a softmax is materialised. The vocabulary is cut
 side; each leaves its best as one 64-bit word, the score's order above the inverted column, and the largest word wins,
 so that equals go to the first column whatever ran first.
 
-The noise has the reference's bits; its logarithms may be an ulp off. So a token can differ from the reference's only
-where the two best scores are within a few ulps of each other.
+The noise has the reference's bits and quotients are rounded as IEEE has it; logarithms, which are libdevice's and no
+fast approximation, may be an ulp off. So a token can differ from the reference's only where the two best scores are
+within a few ulps of each other.
 """
 
 # mypy: allow-incomplete-defs

@@ -56,7 +56,7 @@ def test_noise_has_the_same_bits_everywhere(stream: int) -> None:
 
 def random_logits(batch: int, rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(vocab)
-    return (3 * torch.randn(batch, rows, vocab, generator=generator)).to(DEVICE, dtype)
+    return (3 * torch.randn(batch, rows, vocab, generator=generator, device="cpu")).to(DEVICE, dtype)
 
 
 def places(batch: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -237,6 +237,20 @@ def test_rejection_verdicts_are_those_of_verify(
     if count:
         assert expected.num_accepted.min() == 0
         assert expected.num_accepted.max() > 0
+
+
+@pytest.mark.parametrize(("stream", "wrong"), [("ACCEPT_STREAM", 1), ("RECOVER_STREAM", 2)])
+def test_noise_of_another_stream_is_noticed(stream: str, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: drafts, acceptance and recovery share noise."""
+    generator, batch = torch.Generator().manual_seed(5), 12
+    p, q = dyadic(generator, batch, 3, 8), dyadic(generator, batch, 2, 8)
+    tokens, parents = random_ids(generator, 8, batch, 2), random_parents(batch, 2, True, generator)
+    lengths, seeds = random_ids(generator, 50, batch), torch.arange(batch)
+    arguments = (p, tokens, parents, q, seeds, lengths[:, None] + torch.arange(3), lengths)
+    monkeypatch.setattr(verify_triton, stream, wrong)
+    found, expected = verify_triton.verify_rejection(*arguments), verify_reference.verify_rejection(*arguments)
+    assert torch.equal(found[1], expected[1]) == (stream == "RECOVER_STREAM")
+    assert not torch.equal(found[2], expected[2])
 
 
 def test_verification_refuses_what_it_cannot_take() -> None:
