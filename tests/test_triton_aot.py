@@ -79,18 +79,27 @@ JOBS = {
         divisible=("num_columns", "logits_stride", "probs_stride"),
     ),
 }  # fmt: skip
+VARIANTS = {
+    "sample": [{"IS_PROBS": True, "HAS_COLUMNS": False}, {"IS_GREEDY": True}],
+    "verify-rejection": [{"HAS_PROBS": False}],
+    "compact": [{"WORD": "int16", "SIZE": 2, "ROWS": 8}],
+    "norm": [{"IS_OFFSET": True}],
+    "loss": [{"NAME": i} for i in range(len(loss.LOSSES) - 1)],
+}
 STARVED = "norm with few registers"
-ELSEWHERE = {"sm_80": SM_80, "gfx942": GFX942}
-ALSO_ELSEWHERE = ("sample", "verify-rejection", "compact", "loss")
+ELSEWHERE = {SM_80: ("compact", "loss"), GFX942: ("sample", "verify-rejection", "compact")}
 
 
 @pytest.fixture(scope="module")
 def usage() -> dict[str, dict[str, int]]:
     jobs = JOBS | {
-        f"{name}-{place}": replace(JOBS[name], target=target)
-        for place, target in ELSEWHERE.items()
-        for name in ALSO_ELSEWHERE
+        f"{name} for {target[1]}": replace(JOBS[name], target=target)
+        for target, names in ELSEWHERE.items()
+        for name in names
     }
+    for name, variants in VARIANTS.items():
+        for constants in variants:
+            jobs[f"{name} {constants}"] = replace(JOBS[name], constants=JOBS[name].constants | constants)
     jobs[STARVED] = replace(JOBS["norm"], options={"maxnreg": 24})
     return dict(zip(jobs, compiled(list(jobs.values())), strict=True))
 

@@ -35,7 +35,7 @@ def tables(num_positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "groups", "width", "rotary", "rows"), [
-    (3, 1, 16, 16, 1), (4, 2, 10, 10, 3), (2, 2, 80, 20, 2), (9, 3, 64, 64, 5), (1, 1, 6, 2, 1),
+    (3, 1, 16, 16, 1), (4, 2, 10, 10, 3), (2, 2, 80, 20, 2), (9, 3, 64, 64, 2), (1, 1, 6, 2, 1),
 ])  # fmt: skip
 def test_rope_append_is_the_modules_own(heads, groups, width, rotary, rows, dtype):
     """Bitwise the reference's and transformers', queries and cache; slots that no row writes stay as they were."""
@@ -153,11 +153,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 9, 33, 63])
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 63])
 @pytest.mark.parametrize("is_one_tensor", [False, True], ids=["tensor-a-layer", "one-tensor"])
 def test_compaction_moves_whole_paths_of_all_layers(count: int, is_one_tensor: bool) -> None:
     """What `KVCache.compact` does sequence by sequence, bit for bit, over layers of any shape and dtype."""
-    generator, batch = torch.Generator().manual_seed(count), 6
+    generator, batch = torch.Generator().manual_seed(count), 5
     path, accepted = random_paths(batch, count, generator)
     first = torch.randint(0, 12, (batch,), generator=generator, device="cpu").to(DEVICE)
     num_slots = 12 + count + 1
