@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# disjoint streams of noise: sharing them between drafting, acceptance and recovery would bias the output
-TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM = range(4)
+from selfspec.kernels import noise_reference
+
+TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM = noise_reference.STREAMS
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -113,29 +114,12 @@ def require_finite(logits: Tensor, position: int) -> None:
 def uniform(seed: int, stream: int, positions: Sequence[int], columns: Tensor) -> Tensor:
     """Uniform numbers in (0, 1), [R, C], a pure function of (seed, stream, position, column).
 
-    ``columns`` [C] are integers, such as token ids: a subset of the vocabulary gets the numbers that the whole has.
-    A 32-bit finaliser (the multiply-xorshift of MurmurHash3) is applied to the column number twice, keyed by a hash of
-    the other three; 23 bits are kept, so that every device makes the same float32 and none is rounded to 1.
+    ``columns`` [C] are integers, such as token ids: a subset of the vocabulary gets the numbers that the whole has. The
+    hash is `noise_reference`'s.
     """
-    keys = torch.tensor([_key(seed, stream, p) for p in positions], dtype=torch.int32, device=columns.device)  # [R, 2]
-    bits = _mix(_mix(columns.int()[None, :] ^ keys[:, :1]) + keys[:, 1:])
-    return (((bits >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
-
-
-def _mix(bits: Tensor) -> Tensor:
-    for shift, multiplier in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32)):
-        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * multiplier
-    return bits ^ ((bits >> 16) & 0xFFFF)
-
-
-def _key(seed: int, stream: int, position: int) -> tuple[int, int]:
-    """Two signed 32-bit words from (seed, stream, position): splitmix64 over a packed counter."""
-    state = (seed * 0x9E3779B97F4A7C15 + (position * 4 + stream) * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % 2**64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
-    state ^= state >> 31
-    low, high = state & 0xFFFFFFFF, state >> 32
-    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
+    words = [noise_reference.keys(seed, stream, position) for position in positions]
+    low, high = torch.tensor(words, dtype=torch.int32, device=columns.device).split(1, dim=1)  # [R, 1] each
+    return noise_reference.uniform(low, high, columns)
 
 
 def draw(probs: Tensor, noise: Tensor | None) -> Tensor:

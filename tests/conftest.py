@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported first
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported first
 
 from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

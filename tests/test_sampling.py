@@ -186,6 +186,20 @@ def test_draw_follows_p(settings: dict[str, Any]) -> None:
     assert chi_square(counts, probs[0].roll(1)) < CHI_SQUARE_LEVEL  # the test can fail
 
 
+@pytest.mark.parametrize(("seed", "stream", "position", "expected"), [
+    (0, TARGET_STREAM, 0, [3452181, 7832547, 3848263]),
+    (7, DRAFT_STREAM, 5, [8277739, 2223564, 3841967]),
+    (2**63 + 3, ACCEPT_STREAM, 4096, [6191634, 1824325, 5082146]),
+    (2**64 - 1, RECOVER_STREAM, 100_000, [2407733, 2521420, 4211583]),
+])  # fmt: skip
+def test_a_seed_means_the_same_noise_in_every_version(
+    seed: int, stream: int, position: int, expected: list[int]
+) -> None:
+    """Numbers written down from the first version: a text drawn with a seed can be drawn again."""
+    found = uniform(seed, stream, [position], torch.tensor([0, 1, 49_151]))[0]
+    assert torch.equal(found.double() * 2**23 - 0.5, torch.tensor(expected, dtype=torch.float64))
+
+
 def test_noise_is_never_one_and_a_draw_never_impossible():
     """u = 1 would make 0 / -log u undefined and draw a token of no probability; 50 million numbers hold no such u."""
     ids = torch.arange(49_152)
