@@ -123,6 +123,7 @@ app.command()(cli_measure.report)
 app.command()(cli_measure.trace)
 app.command()(cli_measure.probe)
 app.command()(cli_kernels.kernels)
+app.command("bench-kernels")(cli_kernels.bench_kernels)
 
 
 @app.command()

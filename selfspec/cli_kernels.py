@@ -1,4 +1,4 @@
-"""The sub-command that looks at the GPU kernels without a GPU: kernels."""
+"""The sub-commands that look at the GPU kernels: kernels, without a GPU, and bench-kernels."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from selfspec.cli_options import mistakes_in_one_line
+from selfspec.cli_options import Device, mistakes_in_one_line
 from selfspec.files import check_writable, write_atomically
 
 
@@ -51,3 +51,37 @@ def _compile(quick: bool, output: Path | None) -> list[str]:
         write_atomically(output, json.dumps(held, indent=1).encode() + b"\n")
     Console(highlight=False, width=160).print(table(found))
     return failures
+
+
+def bench_kernels(
+    output: Annotated[Path, typer.Option(help="Folder of results.json and roofline.png.")] = Path("runs/bench-kernels"),
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    """Check the attention kernel, then time it against others and the memory's speed; five minutes on a GPU."""
+    with mistakes_in_one_line():
+        import torch
+
+        from selfspec.eval import bench_kernels as bench
+        from selfspec.eval.kernel_report import bench_table, plot_roofline, ratios
+        from selfspec.pretrained import resolve_dtype, usable_device
+        from selfspec.provenance import provenance
+
+        place = torch.device(usable_device(device))
+        output.mkdir(parents=True, exist_ok=True)
+        check_writable(output / "results.json")
+        kind = resolve_dtype(dtype, place)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"dtype {dtype!r}; choose one of bfloat16, float16, float32")
+        found = list(track(bench.run(place, kind), "checking, then timing", total=None,
+                           console=Console(stderr=True)))  # fmt: skip
+        rows = [line for line in found if "us" in line]
+        held = {
+            "checks": [line for line in found if "errors" in line],
+            "copy_bandwidth": next(line["copy_bandwidth"] for line in found if "copy_bandwidth" in line),
+            "rows": rows, "ratios": ratios(rows), "dtype": dtype, "provenance": provenance(place),
+        }  # fmt: skip
+        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
+        write_atomically(output / "roofline.png", plot_roofline(held))
+        Console(highlight=False, width=160).print(bench_table(held))
+        typer.echo(f"written to {output}")
