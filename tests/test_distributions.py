@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec import verify
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState, decode
-from selfspec.drafter import ChainDrafter, NoDrafter, ParallelDrafter
+from selfspec.drafter import ChainDrafter, NoDrafter, ParallelDrafter, RecursiveDrafter
 from selfspec.sampling import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
@@ -221,7 +221,9 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
         catch_up=lambda *_: None,
         states=lambda _target, _state, tap, steps: tap.expand(1, len(steps), 1),
         chance=lambda tap: 0.3 if int(tap[0, -1, 0]) == 3 else 0.9,
-        logits=lambda tap, before: Q_LOGITS[int(tap[0, -1, 0]) if before is None else before][ids],
+        next_state=lambda _target, _state, embedded, _normed: embedded,
+        slots=lambda _: range(2, 3),
+        logits=lambda _target, tap, before: Q_LOGITS[int(tap[0, -1, 0]) if before is None else before][ids],
         token_ids=lambda _: ids,
         narrow=lambda mask: mask,
         positions_of=lambda tokens: (ids[None, :] == tokens.unique()[:, None]).nonzero()[:, 1],
@@ -240,7 +242,7 @@ def table_drafter(form: type[ChainDrafter]) -> ChainDrafter:
     return form(TableTarget(), table_exit((0, 2, 3, 4)), 2, min_confidence=0.5)  # type: ignore[arg-type]
 
 
-FORMS = pytest.mark.parametrize("form", [ChainDrafter, ParallelDrafter])
+FORMS = pytest.mark.parametrize("form", [ChainDrafter, RecursiveDrafter, ParallelDrafter])
 
 
 @FORMS

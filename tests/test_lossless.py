@@ -284,11 +284,9 @@ def test_non_finite_exit_logits_stop_drafting(bad: float) -> None:
         head, calls = ExitHead.untrained(target, 2), []
         whole = head.logits
 
-        def broken(
-            normed: Tensor, *_: Any, calls: list[int] = calls, whole: Any = whole, num_good: int = num_good
-        ) -> Tensor:
+        def broken(*arguments: Any, calls: list[int] = calls, whole: Any = whole, num_good: int = num_good) -> Tensor:
             calls.append(1)
-            return whole(normed) if len(calls) <= num_good else whole(normed) * 0 + bad
+            return whole(*arguments) if len(calls) <= num_good else whole(*arguments) * 0 + bad
 
         head.logits = broken  # type: ignore[method-assign]
         state = generate(target, ChainDrafter(target, head, 3), PROMPT, 20, sampling=SAMPLED)
