@@ -58,7 +58,7 @@ def bench_kernels(
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
 ) -> None:
-    """Check the attention kernel, then time it against others and the memory's speed; five minutes on a GPU."""
+    """Check the attention kernel, then time it against others and the memory's speed."""
     with mistakes_in_one_line():
         import torch
 
