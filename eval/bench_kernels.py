@@ -7,6 +7,7 @@ takes at nine tenths of the bandwidth that copying reached in the same run, and 
 Shapes: B = 1, H query heads, Hkv key/value heads, R rows, S slots, D head width.
 """
 
+import functools
 import importlib
 import importlib.util
 import statistics
@@ -143,11 +144,9 @@ def flex(p: Problem) -> Call | None:
     return lambda: call(p.q, p.keys, p.values, block_mask=blocks, scale=p.scale, enable_gqa=True).transpose(1, 2)
 
 
-_COMPILED: dict[Any, Any] = {}
-
-
+@functools.cache
 def _compiled(function: Any) -> Any:
-    return _COMPILED.setdefault(function, torch.compile(function, dynamic=False))
+    return torch.compile(function, dynamic=False)
 
 
 def flash_attention(p: Problem) -> Call | None:

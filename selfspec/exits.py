@@ -110,8 +110,6 @@ class ExitHead:
         """The normed state [1, 1, D] of a recursive draft's next step: of its last token's input state ``embedded``
         [1, 1, D] and its own ``normed`` one before.
         """
-        if self.adapter is None:
-            return self.norm(embedded)
         return self.norm(self._run_blocks(target, state, self.bridge.again(embedded, normed)))
 
     def slots(self, target: Target) -> range:

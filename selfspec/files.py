@@ -52,10 +52,16 @@ def read_records(
     try:
         rows = load_dataset(name, config, split=part or split)
     except Exception as error:  # of many kinds; all mean that it is not to be had
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(f"cannot fetch data set {text!r}: {reason}; check name and network, or give a file") from error
+        raise OSError(
+            f"cannot fetch data set {text!r}: {first_line(error)}; check name and network, or give a file"
+        ) from error
     for number, record in enumerate(rows, 1):
         yield f"{text}:{number}", record
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def write_atomically(path: Path, data: bytes) -> None:

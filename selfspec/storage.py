@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.clones import present
 from selfspec.exit_module import ExitConfig, build_adapter
 from selfspec.exits import ExitHead
+from selfspec.files import first_line
 from selfspec.model_card import model_card
 from selfspec.pretrained import DEFAULT_HUB_ID
 from selfspec.target import Target
@@ -214,7 +215,7 @@ def upload(
             place = None if name == "." else name
             api.upload_folder(repo_id=repo_id, folder_path=folder / name, path_in_repo=place, revision=revision)
     except Exception as error:  # the hub client raises many kinds; all mean that the exits are not there
-        raise OSError(f"cannot upload {folder} to {repo_id}: {_first_line(error)}; the exit itself is saved") from error
+        raise OSError(f"cannot upload {folder} to {repo_id}: {first_line(error)}; the exit itself is saved") from error
 
 
 def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
@@ -229,12 +230,8 @@ def _local(source: str | os.PathLike[str], revision: str | None) -> Path:
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
     except Exception as error:  # the hub client raises many kinds; all mean that the exits are not to be had
-        reason = _first_line(error)
+        reason = first_line(error)
         raise OSError(f"cannot fetch exits {text!r}: {reason}; check name and network, or pass a folder") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def load_exit(

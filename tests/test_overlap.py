@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from selfspec.files import read_records
-from selfspec.training.data import read_prompts, rows_from_jsonl
+from selfspec.training.data import load_shards, read_prompts, rows_from_jsonl
 from selfspec.training.generate_data import content_hash, write_data
 from selfspec.training.overlap import Overlap
 from tests.conftest import build_model, byte_tokenizer
@@ -68,6 +69,22 @@ def test_evaluation_text_and_repeated_prompts_are_not_answered(tmp_path: Path) -
     assert manifest["skipped"]["twice"] == 3
     assert manifest["skipped"]["found in what is to be avoided"] == 1
     assert manifest["settings"]["avoid_sha256"] == [content_hash(avoid)]
+
+
+def test_what_the_target_writes_of_itself_is_held_against_evaluation_text_too(tmp_path: Path, monkeypatch) -> None:
+    tokenizer = byte_tokenizer(None)
+    model = build_model("llama", vocab_size=len(tokenizer), eos_token_id=1)
+    settings = {"batch_size": 8, "max_new_tokens": 12, "temperatures": (0.8,)}
+    write_data(model, tokenizer, tmp_path / "all", 60, **settings)
+    texts = [tokenizer.decode(row.ids) for row in load_shards(tmp_path / "all")]
+    overlap = Overlap([next(text for text in texts if len(re.findall(r"\w+", text)) > 1)])
+    monkeypatch.setattr(Overlap, "of_files", classmethod(lambda *_: overlap))
+    count = sum(overlap.touches([text]) for text in texts)
+    manifest = write_data(model, tokenizer, tmp_path / "clean", 60, **settings)
+    assert count > 0
+    assert manifest["skipped"]["found in what is to be avoided"] >= count
+    rows = load_shards(tmp_path / "clean")
+    assert not any(overlap.touches([tokenizer.decode(row.ids)]) for row in rows)
 
 
 def test_prompts_come_from_a_data_set_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,10 @@ def write_data(
                 logger.warning("all prompts used: %d answer tokens of %d", state.num_answer_tokens, num_tokens)
                 break
             rows, skipped = written
+            if overlap is not None:  # what the target wrote itself may have it by heart
+                clean = [row for row in rows if not overlap.touches([tokenizer.decode(row.ids)])]
+                skipped["found in what is to be avoided"] += len(rows) - len(clean)
+                rows, skipped = clean, +skipped
             state.num_batches += 1
             state.skipped.update(skipped)
             pending, num_barren = pending + rows, 0 if rows else num_barren + 1

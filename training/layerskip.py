@@ -121,9 +121,6 @@ class _Trainer(Trainer):
     def _loss(self, states: Tensor, wanted: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.output(self.norm(states)).float(), wanted)
 
-    def _prepare_input(self, data: Any) -> Any:
-        return data
-
 
 def _collate(items: list[list[Row]]) -> dict[str, Tensor]:
     """Rows padded on the right: ids [B, S], the tokens [A] that answers go on with, and where they are predicted."""
