@@ -59,7 +59,7 @@ def encode(model: EarlyExitModel, text: str) -> Tensor:
 
 
 def test_greedy_fp32_text_is_ordinary_decodings_and_transformers(single):
-    """L2 on 20 prompts of 64 tokens; six of them against transformers' own generate. Drafts really were accepted."""
+    """L2 on 20 prompts of 64 tokens; three of them against transformers' own generate. Drafts really were accepted."""
     accepted = 0
     for number, text in enumerate(PROMPTS):
         ids = encode(single, text)
@@ -67,7 +67,7 @@ def test_greedy_fp32_text_is_ordinary_decodings_and_transformers(single):
         plain = single.generate(ids, max_new_tokens=64, draft="off")
         assert torch.equal(drafted.sequences, plain.sequences), text
         accepted += drafted.stats.num_accepted
-        if number % 3 == 0:
+        if number % 8 == 0:
             theirs = single.base.generate(ids, max_new_tokens=64, do_sample=False)
             assert torch.equal(drafted.sequences, theirs), text
     assert accepted > 20

@@ -248,11 +248,11 @@ FORMS = pytest.mark.parametrize("form", [ChainDrafter, RecursiveDrafter, Paralle
 @FORMS
 def test_transitions_through_the_loop(form: type[ChainDrafter]) -> None:
     """decode under `rejection`, reduced vocabulary, top-k and a stop rule: after each token, those
-    that follow it in a text of 10,000 are distributed as the target's (chi-square)."""
+    that follow it in a text of 5,000 are distributed as the target's (chi-square)."""
     sampling = Sampling(temperature=0.9, top_k=4)
-    state = through_the_loop(table_drafter(form), 10_000, sampling=sampling, rule="rejection", seed=1)
+    state = through_the_loop(table_drafter(form), 5_000, sampling=sampling, rule="rejection", seed=1)
     assert 0.3 < state.stats.acceptance_rate < 0.9
-    assert min(state.stats.accepted_histogram) > 500  # cycles that accepted none, some and all
+    assert min(state.stats.accepted_histogram) > 250  # cycles that accepted none, some and all
     pairs = torch.tensor(state.tokens[:-1]) * VOCAB + torch.tensor(state.tokens[1:])
     counts = torch.bincount(pairs, minlength=VOCAB**2).view(VOCAB, VOCAB)
     law = logits_to_probs(P_LOGITS, sampling)

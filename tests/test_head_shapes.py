@@ -135,7 +135,7 @@ def test_eighty_layers_from_training_to_text(tmp_path: Path) -> None:
     prompts.write_text("".join(json.dumps({"prompt": f"{i} and {i * i}"}) + "\n" for i in range(24)))
     config = settings(
         tmp_path / "run", model=str(tmp_path / "model"), exit="n8", exit_layer=8, recall_layers=None, max_steps=2,
-        data={"num_tokens": 2900, "prompts": str(prompts)}, draft_vocab_size=None,
+        data={"num_tokens": 1400, "max_new_tokens": 60, "prompts": str(prompts)}, draft_vocab_size=None,
         also={"n20": {"exit_layer": 20, "form": "parallel"}},
     )  # fmt: skip
     folder = train_exits(config)
