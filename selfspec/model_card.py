@@ -70,6 +70,6 @@ def _training(training: dict[str, Any]) -> list[str]:
     if not training:
         return []
     facts = {k: v for k, v in training.items() if not isinstance(v, dict)}
-    told = {k: training[k] for k in ("config", "data", "costs") if training.get(k)}
+    told = {k: training[k] for k in ("config", "data", "start", "costs") if training.get(k)}
     block = ["```yaml", yaml.safe_dump(told, sort_keys=False).rstrip(), "```"] if told else []
     return ["## Training", "", *(f"* {k.replace('_', ' ')}: {v}" for k, v in facts.items()), "", *block]

@@ -11,7 +11,7 @@ from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel
 from selfspec.storage import load_exits, save_exit
 from selfspec.target import Target
-from selfspec.training.run import train_exits, train_on_rows
+from selfspec.training.run import load_start, train_exits, train_on_rows
 from selfspec.training.states import collect, kept_depths
 from tests.conftest import build_model, byte_tokenizer, prompt_of
 from tests.test_training import VOCAB, base_hash, build, settings, written_rows
@@ -61,7 +61,7 @@ def test_any_shape_learns(shape: str, tmp_path: Path) -> None:
     model = build()
     before = base_hash(model)
     done = train_on_rows(Target(model), written_rows(model, 30), settings(tmp_path, **SHAPES[shape]), tmp_path, VOCAB)
-    assert done.metrics.loss < done.closed_form.loss - 0.03
+    assert done.metrics.loss < done.at_start.loss - 0.03
     assert base_hash(model) == before
 
 
@@ -112,10 +112,39 @@ def test_a_start_from_chance_knows_nothing_and_learns(tmp_path: Path) -> None:
         )
         for name, kind in kinds.items()
     }
-    assert runs["random"].closed_form.agreement[0] < runs["borrowed"].closed_form.agreement[0]
-    assert runs["random"].metrics.loss < runs["random"].closed_form.loss - 0.1
+    assert runs["random"].at_start.agreement[0] < runs["borrowed"].at_start.agreement[0]
+    assert runs["random"].metrics.loss < runs["random"].at_start.loss - 0.1
     with pytest.raises(ValueError, match="random blocks are trained whole"):
         settings(tmp_path, start="random")
+
+
+def test_a_trained_exit_is_trained_on(tmp_path: Path) -> None:
+    """It starts as good as the exit is and keeps its vocabulary; another shape is refused."""
+    target, rows, saved = Target(build()), written_rows(build(), 60), tmp_path / "first" / "exit"
+    runs = []
+    for name, start in (("first", "borrowed"), ("second", str(saved))):
+        (tmp_path / name).mkdir()
+        config = settings(tmp_path / name, max_steps=12, start=start)
+        runs.append(
+            train_on_rows(
+                target,
+                rows,
+                config,
+                tmp_path / name,
+                VOCAB,
+                lambda head, metrics, facts, name=name: save_exit(
+                    head, target, tmp_path / name / "exit", None, facts, metrics.flat()
+                ),
+            )
+        )
+    first, second = runs
+    assert second.at_start.loss == pytest.approx(first.metrics.loss, abs=0.01)  # saved in bfloat16
+    assert second.at_start.loss < first.at_start.loss - 0.05
+    assert second.exit_head.config.draft_vocab == first.exit_head.config.draft_vocab
+    facts = json.loads((tmp_path / "second" / "metrics.json").read_text())["start"]
+    assert facts["weights_sha256"] == load_exits(target, saved)["exit"].metadata["weights_sha256"]
+    with pytest.raises(ValueError, match="has num_steps 2, not 3"):
+        load_start(target, settings(tmp_path, start=str(saved), num_steps=3))
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:

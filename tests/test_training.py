@@ -162,8 +162,8 @@ def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     saved = []
     done = train_on_rows(Target(model), rows, settings(tmp_path), tmp_path, VOCAB, lambda *saving: saved.append(saving))
     assert (base_hash(model), model.config.to_dict(), hook_counts(model)) == (before, config, hooks)
-    assert done.metrics.loss < done.closed_form.loss - 0.05
-    assert done.metrics.tau[-1] >= done.closed_form.tau[-1]
+    assert done.metrics.loss < done.at_start.loss - 0.05
+    assert done.metrics.tau[-1] >= done.at_start.tau[-1]
     assert saved
     assert (tmp_path / "metrics.json").is_file()
 
@@ -192,7 +192,7 @@ def test_a_target_in_half_precision_trains_an_exit_in_single(tmp_path: Path, for
         config = settings(folder, form=form, correction_rank=4 * (form == "parallel"))
         done = train_on_rows(target, rows, config, folder, VOCAB)
         found.append(done.metrics.loss)
-        assert done.metrics.loss < done.closed_form.loss - 0.05
+        assert done.metrics.loss < done.at_start.loss - 0.05
         assert {p.dtype for p in done.exit_head.adapter.parameters()} == {dtype}
         state = load_file(folder / BEST_FILE)
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
@@ -208,7 +208,7 @@ def test_states_need_not_be_kept(tmp_path: Path) -> None:
         folder = tmp_path / str(keep)
         folder.mkdir()
         done = train_on_rows(Target(build()), rows, settings(folder, max_steps=6, keep_states=keep), folder, VOCAB)
-        losses.append((done.closed_form.loss, done.metrics.loss))
+        losses.append((done.at_start.loss, done.metrics.loss))
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # kept in bfloat16, in batches of their own
     held, fresh = (sum(p.stat().st_size for p in (tmp_path / str(keep) / "states").iterdir()) for keep in (True, False))
     assert fresh < held / 2  # those of held-out rows
@@ -261,7 +261,7 @@ def test_going_on_keeps_the_best_state_of_before(tmp_path: Path) -> None:
 
 def test_closed_form_start_stops_before_training(tmp_path: Path) -> None:
     done = train_on_rows(Target(build()), written_rows(build(), 12), settings(tmp_path, max_steps=0), tmp_path, VOCAB)
-    assert done.metrics.agreement == done.closed_form.agreement
+    assert done.metrics.agreement == done.at_start.agreement
 
 
 def test_ridge_recovers_a_linear_map() -> None:

@@ -66,7 +66,7 @@ class TrainConfig(BaseModel):
     min_confidence: float | None = Field(default=None, ge=0, le=1)
     num_blocks: int = Field(default=1, ge=0)  # of the target's last layers, borrowed; 0: a linear map alone
     has_mlp: bool = True  # of the blocks; false: attention alone
-    start: Literal["borrowed", "random"] = "borrowed"  # of blocks and bridge; random ones are trained whole
+    start: str = "borrowed"  # of blocks and bridge; "random": trained whole; or a trained exit, as folder or hub id
     lora_rank: int = Field(default=64, ge=0)  # 0: the blocks are trained whole
     lora_alpha: int = Field(default=64, ge=1)
     layerskip: LayerSkipConfig | None = None  # train a copy of the whole model in the place of an exit
@@ -111,6 +111,11 @@ class TrainConfig(BaseModel):
             raise ValueError(f"also: {', '.join(shared) or self.exit} is for the whole run, not for a further exit")
         own = self.model_dump(exclude={"also", "exit"})
         return [self, *(TrainConfig(**{**own, **changes, "exit": name}) for name, changes in self.also.items())]
+
+    @property
+    def trained_start(self) -> str | None:
+        """The trained exit that this run starts from."""
+        return None if self.start in ("borrowed", "random") else self.start
 
     def exit_config(self, num_layers: int, draft_vocab: tuple[int, ...] | None) -> ExitConfig:
         """The head that this run trains, for a target of ``num_layers`` layers."""

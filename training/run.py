@@ -20,7 +20,7 @@ from selfspec.exits import ExitHead
 from selfspec.files import LOCK_FILE, locked, write_atomically
 from selfspec.pretrained import load_target_model
 from selfspec.provenance import versions
-from selfspec.storage import fingerprint, save_exit
+from selfspec.storage import fingerprint, load_exits, save_exit
 from selfspec.target import Target
 from selfspec.training.closed_form import start_from_chance, start_from_ridge
 from selfspec.training.confidence import fit_confidence
@@ -52,7 +52,7 @@ class TrainedExit:
 
     exit_head: ExitHead
     metrics: Metrics
-    closed_form: Metrics  # before the first gradient step
+    at_start: Metrics  # before the first gradient step
 
 
 def train_exits(config: TrainConfig) -> Path:
@@ -68,6 +68,7 @@ def train_exits(config: TrainConfig) -> Path:
     runs = config.each_exit()
     for run in runs:
         run.exit_config(target.num_layers, None).check(target.num_layers)
+        load_start(target, run)
     join(is_cpu=target.device.type == "cpu")
     with locked(folder) if is_main() else contextlib.nullcontext():
         with main_first():
@@ -116,7 +117,12 @@ def train_on_rows(
     With ``decode``, token ids to text, TensorBoard shows a held-out answer with its accepted drafts.
     """
     train_rows, held_rows = split(rows, config)
-    vocab = choose_vocab(train_rows, config.draft_vocab_size, num_tokens, target.vocab_size)
+    begun = load_start(target, config)
+    vocab = (
+        begun.config.draft_vocab
+        if begun is not None
+        else choose_vocab(train_rows, config.draft_vocab_size, num_tokens, target.vocab_size)
+    )
     exit_config = config.exit_config(target.num_layers, vocab)
     kept = kept_states(config, target, folder)
     workers = num_workers_for(target.base, config.workers)
@@ -130,12 +136,14 @@ def train_on_rows(
     choosing, judging = halve(held_out, config.eval_tokens)
     torch.manual_seed(config.seed)  # the same start in every process, whatever each has done before
     adapter = build_adapter(target, exit_config, torch.float32)
-    if config.start == "borrowed":
+    if begun is not None and begun.adapter is not None:
+        adapter.load_state_dict(begun.adapter.state_dict())
+    elif config.start == "borrowed":
         start_from_ridge(target, adapter, exit_config, states, choosing, config.ridge, config.ridge_tokens)
     else:
         start_from_chance(adapter, config.seed)
     student = Student(target, adapter, exit_config)
-    summary = {
+    summary: dict[str, Any] = {
         "config": config.model_dump(mode="json"),
         "num_rows": len(train_rows),
         "num_answer_tokens": sum(row.num_answer_tokens for row in train_rows),
@@ -144,6 +152,11 @@ def train_on_rows(
         "num_choosing_rows": len(choosing),  # held-out rows that chose the state; the metrics are of the others
         "draft_vocab_coverage": round(coverage(held_rows, vocab), 4),
     }
+    if begun is not None:
+        had, facts = begun.metadata["training"], ("num_rows", "num_answer_tokens", "start")
+        summary["start"] = {key: had[key] for key in facts if key in had} | {
+            "weights_sha256": begun.metadata["weights_sha256"]
+        }
     logger.info("%s", {k: v for k, v in summary.items() if k != "config"})
 
     def save(metrics: Metrics, is_last: bool = False) -> None:
@@ -154,8 +167,8 @@ def train_on_rows(
     costs = measure_costs(target, exit_config) if config.draft_len is None and is_main() else None
     keeper = KeepBest(student, choosing, config, folder, save, costs, decode)
     keeper.begin()
-    closed_form = evaluate(student, judging, config)
-    summary["closed_form"] = closed_form.flat()
+    at_start = evaluate(student, judging, config)
+    summary["at_start"] = at_start.flat()
     if config.max_steps != 0:
         facts = {"rows": digest(train_rows), "processes": num_processes(), "versions": versions()}
         trainer = ExitTrainer(student, states, config, folder, facts)
@@ -184,7 +197,27 @@ def train_on_rows(
     if is_main():
         save(metrics, is_last=True)
         (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
-    return TrainedExit(build_head(target, config, exit_config, adapter), metrics, closed_form)
+    return TrainedExit(build_head(target, config, exit_config, adapter), metrics, at_start)
+
+
+def load_start(target: Target, config: TrainConfig) -> ExitHead | None:
+    """The trained exit that ``config`` goes on from, None where it begins anew.
+
+    Raises ValueError where it has another shape than the settings say, OSError where it cannot be had.
+    """
+    if config.trained_start is None:
+        return None
+    found = load_exits(target, config.trained_start)
+    if len(found) > 1:
+        raise ValueError(f"start: {config.trained_start} holds several exits, name one: {', '.join(found)}")
+    (head,) = found.values()
+    wanted, had = config.exit_config(target.num_layers, head.config.draft_vocab), head.config
+    chosen = {"draft_len", "min_confidence", "min_accepted"}  # after training
+    differing = [name for name in type(had).model_fields if getattr(wanted, name) != getattr(had, name)]
+    changed = [f"{name} {getattr(had, name)}, not {getattr(wanted, name)}" for name in differing if name not in chosen]
+    if changed:
+        raise ValueError(f"start: {config.trained_start} has {'; '.join(changed)}")
+    return head
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
