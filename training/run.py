@@ -153,8 +153,8 @@ def train_on_rows(
         "draft_vocab_coverage": round(coverage(held_rows, vocab), 4),
     }
     if begun is not None:
-        had, facts = begun.metadata["training"], ("num_rows", "num_answer_tokens", "start")
-        summary["start"] = {key: had[key] for key in facts if key in had} | {
+        had = begun.metadata["training"]
+        summary["start"] = {key: had[key] for key in ("num_rows", "num_answer_tokens", "start") if key in had} | {
             "weights_sha256": begun.metadata["weights_sha256"]
         }
     logger.info("%s", {k: v for k, v in summary.items() if k != "config"})
