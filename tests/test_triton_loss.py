@@ -5,18 +5,19 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import exit_loss_reference
+from selfspec.kernels.exit_loss_reference import LOSSES
 from selfspec.kernels.head_loss import head_loss
-from selfspec.training.losses import LOSSES
 from tests.kernel_tools import DEVICE, assert_as_near, kernels
+from tests.test_losses import formulas
 
 exit_loss_triton = kernels("exit_loss")
 Made = tuple[Tensor, Tensor]
 
 
 def by_autograd(logits: Tensor, probs: Tensor, weights: Tensor, name: str) -> Made:
-    """Losses and gradient of the formulas that training uses."""
+    """Losses and gradient of the formulas as they are written."""
     leaf = logits.detach().requires_grad_()
-    losses = LOSSES[name](leaf, probs)
+    losses = formulas(leaf, probs)[name]
     (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
     return losses.detach(), gradient
 
@@ -32,7 +33,7 @@ def problem(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (30, 7), (40, 97), (2, 2048), (12, 5003)])
-def test_losses_and_gradients_are_those_of_training(name: str, rows: int, vocab: int) -> None:
+def test_losses_and_gradients_are_those_of_the_formulas(name: str, rows: int, vocab: int) -> None:
     """The definition equals autograd in float64; the kernel is as near to it as float32 autograd is.
 
     Many rows, since the largest error of a few says little.
@@ -72,36 +73,37 @@ def test_unknown_losses_and_other_shapes_are_refused() -> None:
             module.exit_loss(logits, probs[:, :4], weights, "kl")
     with pytest.raises(ValueError, match="a row of logits must lie in one piece"):
         exit_loss_triton.exit_loss(logits.T.contiguous().T, probs, weights, "kl")
-    assert tuple(LOSSES) == exit_loss_reference.LOSSES
 
 
 @pytest.mark.parametrize("num_held", [1, 4, 100])
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_of_a_head_is_that_of_its_logits(name: str, num_held: int) -> None:
+def test_the_loss_of_a_head_is_that_of_its_logits(name: str, num_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients by states and head are autograd's, in float64 exactly; logits of few rows exist at a time."""
     _, probs, weights = problem(11, 37)
     normed, head = torch.randn(11, 6, device=DEVICE), torch.randn(37, 6, device=DEVICE)
     sizes: list[int] = []
 
-    def run(dtype: torch.dtype, is_ours: bool, row_loss=exit_loss_reference.exit_loss) -> list[Tensor]:
+    def run(dtype: torch.dtype, is_ours: bool) -> list[Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (normed, head)]
         p, w = probs.to(dtype), weights.to(dtype)
 
-        def teacher(begin: int, end: int) -> Tensor:
-            sizes.append(end - begin)
-            return p[begin:end]
+        def logits(states: Tensor, rows: slice) -> Tensor:
+            sizes.append(len(range(11)[rows]))
+            return states @ leaves[1].T
 
         if is_ours:
-            loss = head_loss(*leaves, teacher, w, name, num_held, row_loss)
+            loss = head_loss(leaves[0], logits, lambda rows: p[rows], w, name, num_held, leaves[1:])
         else:
-            loss = (LOSSES[name](leaves[0] @ leaves[1].T, p) * w).sum()
+            loss = (formulas(leaves[0] @ leaves[1].T, p)[name] * w).sum()
         return [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
 
     truth = run(torch.float64, False)
+    monkeypatch.setenv("SELFSPEC_KERNELS", "reference")
     for ours, theirs in zip(run(torch.float64, True), truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    monkeypatch.setenv("SELFSPEC_KERNELS", "triton")
     sizes.clear()
-    fused = run(torch.float32, True, exit_loss_triton.exit_loss)
+    fused = run(torch.float32, True)
     assert max(sizes) == min(num_held, 11)
     assert sum(sizes) == 11
     for ours, theirs in zip(fused, truth, strict=True):
@@ -112,11 +114,9 @@ def test_what_a_head_keeps_does_not_grow_with_its_vocabulary() -> None:
     """Nothing of [A, V] is held between forward and backward; a frozen head gets no gradient."""
     _, probs, weights = problem(8, 1000)
     normed, head = torch.randn(8, 4, device=DEVICE, requires_grad=True), torch.randn(1000, 4, device=DEVICE)
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        loss = head_loss(normed, head, lambda i, j: probs[i:j], weights, "lk", 2, exit_loss_triton.exit_loss)
-    loss.backward()
-    assert sum(kept) == normed.numel()
-    assert normed.grad is not None
     with pytest.raises(ValueError, match="num_held must be positive, got 0"):
-        head_loss(normed, head, lambda i, j: probs[i:j], weights, "lk", 0, exit_loss_triton.exit_loss)
+        head_loss(normed, lambda states, _: states @ head.T, lambda rows: probs[rows], weights, "lk", 0)
+    loss = head_loss(normed, lambda states, _: states @ head.T, lambda rows: probs[rows], weights, "lk", 2)
+    assert [kept.shape for kept in loss.grad_fn.saved_tensors] == [normed.shape]
+    loss.backward()
+    assert normed.grad is not None

@@ -80,7 +80,7 @@ class TrainConfig(BaseModel):
     bridge_learning_rate: float = Field(default=5e-4, gt=0)
     warmup_ratio: float = Field(default=0.02, ge=0, lt=1)
     loss: Literal["cross_entropy", "kl", "reverse_kl", "tv", "lk"] = "cross_entropy"
-    loss_positions: int = Field(default=4096, ge=1)  # guesses whose logits are held at once
+    loss_positions: int | None = Field(default=None, ge=1)  # guesses whose logits are held at once; None: by device
     step_decay: float = Field(default=0.8, gt=0, le=1)  # loss weight of draft step j is step_decay ** (j - 1)
     seed: int = 0
     eval_fraction: float = Field(default=0.05, gt=0, lt=1)

@@ -11,12 +11,11 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from selfspec.exit_module import ExitConfig, active, unwrap
 from selfspec.exits import places_among
+from selfspec.kernels.head_loss import head_loss
 from selfspec.target import Target
-from selfspec.training.losses import LOSSES
 from selfspec.training.states import Batch, StudentHead, Teacher, draw_steps, recall_back
 
 
@@ -30,13 +29,10 @@ class Guesses:
 
     def at(self, step: int) -> "Guesses":
         """Those of one draft step."""
-        chosen = self.steps == step
-        return Guesses(self.normed[chosen], self.steps[chosen], self.places[chosen])
+        return self[self.steps == step]
 
-    def split(self, size: int) -> "list[Guesses]":
-        """Parts of at most ``size`` guesses."""
-        parts = zip(*(t.split(size) for t in (self.normed, self.steps, self.places)), strict=True)
-        return [Guesses(*part) for part in parts]
+    def __getitem__(self, chosen: slice | Tensor) -> "Guesses":
+        return Guesses(self.normed[chosen], self.steps[chosen], self.places[chosen])
 
 
 class Student(nn.Module):
@@ -115,6 +111,11 @@ class Student(nn.Module):
             logits = self.head(guesses.normed)
             biases = active(correction)(places_among(self.vocab_ids, tokens))
         return logits.index_add(0, which, biases.to(logits.dtype))
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """What is trained of the way from normed states to logits."""
+        correction = unwrap(self.adapter).correction
+        return [] if correction is None else [p for p in active(correction).parameters() if p.requires_grad]
 
     def guess(self, logits: Tensor) -> Tensor:
         """The exit's most probable token ids [G], from logits [G, V_d]."""
@@ -204,7 +205,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 class Objective(nn.Module):
     """What training minimises: the loss ``name`` of a student's guesses, later draft steps counting for less.
 
-    Logits of at most ``num_held`` guesses are held at once; of more, they are made anew on the way back.
+    Logits of at most ``num_held`` guesses are held at once.
     """
 
     def __init__(self, student: Student, name: str, step_decay: float, num_held: int) -> None:
@@ -213,15 +214,12 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, steps: Tensor | None) -> tuple[Tensor, Guesses]:
         """The loss, a weighted mean, and the guesses without their gradients; ``steps`` as `Student` takes them."""
-        guesses = self.student(batch, steps)
-        parts = guesses.split(self.num_held)
-        losses = torch.cat([self._losses(part, batch, is_only=len(parts) == 1) for part in parts])
+        student, guesses = self.student, self.student(batch, steps)
         weights = self.step_decay ** (guesses.steps - 1.0)
-        return (losses * weights).sum() / weights.sum(), replace(guesses, normed=guesses.normed.detach())
-
-    def _losses(self, guesses: Guesses, batch: Batch, is_only: bool) -> Tensor:
-        def run(normed: Tensor) -> Tensor:
-            logits = self.student.logits(replace(guesses, normed=normed), batch)
-            return LOSSES[self.name](logits, self.student.teacher.probs(batch, guesses.places))
-
-        return run(guesses.normed) if is_only else checkpoint(run, guesses.normed, use_reentrant=False)
+        loss = head_loss(
+            guesses.normed,
+            lambda normed, rows: student.logits(replace(guesses[rows], normed=normed), batch),
+            lambda rows: student.teacher.probs(batch, guesses.places[rows]),
+            weights / weights.sum(), self.name, self.num_held, student.head_parameters(),
+        )  # fmt: skip
+        return loss, replace(guesses, normed=guesses.normed.detach())

@@ -116,7 +116,10 @@ class ExitTrainer(Trainer):
         )
         self.student = student
         self.is_shared = config.fsdp and num_processes() > 1
-        objective = Objective(student, config.loss, config.step_decay, config.loss_positions)
+        num_held = config.loss_positions or (
+            256 if student.target.device.type == "cpu" else 4096
+        )  # what its cache holds
+        objective = Objective(student, config.loss, config.step_decay, num_held)
         super().__init__(model=objective, args=arguments, train_dataset=_Batches(groups))
         if self.is_shared:
             share(objective)
