@@ -10,7 +10,8 @@ from selfspec.decode import DecodeState
 from selfspec.drafter import Drafter
 from selfspec.eval.measure import Meter, Phases, Request, SkippedMethodError
 from selfspec.exits import ExitHead
-from selfspec.model import EarlyExitModel, Stream
+from selfspec.model import EarlyExitModel
+from selfspec.stream import Stream
 from selfspec.verify import Draft
 
 AR, WIDE = "ar", "ar-wide"

@@ -16,9 +16,10 @@ from torch import Tensor
 from selfspec.decode import DecodeState
 from selfspec.drafter import ChainDrafter, Drafter, Guess, NoDrafter, ParallelDrafter, RecursiveDrafter
 from selfspec.exits import ExitHead
-from selfspec.model import EarlyExitModel, Emission, Stream
+from selfspec.model import EarlyExitModel
 from selfspec.sampling import Sampling
 from selfspec.stats import DecodeStats
+from selfspec.stream import Emission, Stream
 from selfspec.target import Target
 from selfspec.verify import Draft, RowProbs
 

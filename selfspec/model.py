@@ -2,8 +2,7 @@
 
 import os
 import threading
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -22,13 +22,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import settings
 from selfspec.cache import KVCache
-from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, decode, exact_width, is_exact_by_default
+from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, exact_width, is_exact_by_default
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exit_module import FORMS
 from selfspec.exits import ExitHead
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
 from selfspec.storage import check_name, fits, load_exits, save_exit, upload
+from selfspec.stream import Stream
 from selfspec.target import Target
 
 SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
@@ -39,16 +40,8 @@ DEFAULT_DRAFT_LEN = 2
 class GenerateOutput:
     """What `generate` returns."""
 
-    sequences: Tensor  # [1, prompt + new tokens]
-    stats: DecodeStats
-
-
-@dataclass(frozen=True)
-class Emission:
-    """The tokens of one cycle, as they are streamed: accepted drafts first, then the target's own."""
-
-    tokens: list[int]
-    num_accepted: int  # how many of ``tokens`` were drafted
+    sequences: Tensor  # [B, prompt + new tokens]
+    stats: DecodeStats  # of all sequences together
 
 
 class EarlyExitModel:
@@ -154,31 +147,60 @@ class EarlyExitModel:
     ) -> GenerateOutput:
         """Generate as ``transformers.generate`` does, with the same text and in less time.
 
-        input_ids [1, S]. ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
+        input_ids [B, S], padded on the left; sequences are decoded one after another, each as if it were alone.
+        ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
         ...; a temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name)
         or ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn
         where all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
-        ``acceptance`` "coupled" or "rejection"; ``seed`` or ``generator``. Raises ValueError for settings out of
-        range, NotImplementedError for batches, beams and several sequences, RuntimeError when another generation is
-        running on this model, NonFiniteLogitsError when the target's logits are NaN or infinite.
+        ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``. Raises
+        ValueError for settings out of range, NotImplementedError for beams and several sequences a prompt, RuntimeError
+        when another generation is running on this model, NonFiniteLogitsError when the target's logits are NaN or
+        infinite, MemoryError where there is no room.
         """
-        stream = self.stream(
-            input_ids, attention_mask, generation_config, logits_processor, stopping_criteria, **kwargs
-        )
+        options = settings.DecodeOptions.from_kwargs(kwargs)
+        prompts = settings.read_prompts(input_ids, attention_mask)
+        generation = settings.resolve_generation(self.base, generation_config, kwargs, prompts[0])
+        processors = settings.processors(self.base, generation, logits_processor, prompts[0])
+        criteria = settings.criteria(generation, stopping_criteria, self.tokenizer)
+        return self._generate(input_ids, prompts, generation, processors, criteria, options, streamer)
+
+    def _generate(
+        self,
+        input_ids: Tensor,
+        prompts: "Sequence[settings.Prompt]",
+        generation: GenerationConfig,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        options: "settings.DecodeOptions",
+        streamer: BaseStreamer | None = None,
+    ) -> GenerateOutput:
+        """All prompts, from resolved settings; rows that end early are padded on the right."""
+        if streamer is not None and len(prompts) > 1:
+            raise ValueError(f"a streamer shows one sequence, got a batch of {len(prompts)}")
+        each = [
+            self._prepare(prompt, generation, processors, criteria, options.of_row(row))
+            for row, prompt in enumerate(prompts)
+        ]  # all are checked before the first is decoded
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        tokens: list[int] = []
-        for emission in stream:
-            tokens += emission.tokens
-            if streamer is not None:
-                streamer.put(torch.tensor(emission.tokens))
+        stats, rows = DecodeStats(), []
+        for prepared in each:
+            stream, tokens = Stream(self, *prepared), list[int]()
+            for emission in stream:
+                tokens += emission.tokens
+                if streamer is not None:
+                    streamer.put(torch.tensor(emission.tokens))
+            rows.append(torch.tensor(tokens))
+            stats.add(stream.stats)
         if streamer is not None:
             streamer.end()
-        new = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
-        return GenerateOutput(torch.cat([input_ids, new], dim=1), stream.stats)
+        new = pad_sequence(rows, batch_first=True, padding_value=settings.pad_id(generation)).to(input_ids)
+        return GenerateOutput(torch.cat([input_ids, new], dim=1), stats)
 
     def stream(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> "Stream":
-        """`generate` as an iterator of `Emission`s, one a cycle; settings are checked here, work starts with `next`."""
+        """`generate` of one sequence as an iterator of `Emission`s, one a cycle; settings are checked here, work starts
+        with `next`.
+        """
         return Stream(self, *self.prepare(input_ids, *args, **kwargs))
 
     def prepare(
@@ -190,12 +212,14 @@ class EarlyExitModel:
         stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
     ) -> tuple[Drafter, DecodeState]:
-        """The drafter and the state that `generate` would decode with; arguments as there, all checked.
+        """The drafter and the state that `generate` would decode one sequence with; arguments as there, all checked.
 
         For research: wrap or replace either, and run them with `Stream` or `decode`.
         """
         options = settings.DecodeOptions.from_kwargs(kwargs)
-        prompt = settings.read_prompt(input_ids, attention_mask)
+        if input_ids.dim() == 2 and input_ids.shape[0] != 1:
+            raise ValueError(f"one sequence at a time, got {input_ids.shape[0]}; generate takes batches")
+        (prompt,) = settings.read_prompts(input_ids, attention_mask)
         generation = settings.resolve_generation(self.base, generation_config, kwargs, prompt)
         processors = settings.processors(self.base, generation, logits_processor, prompt)
         criteria = settings.criteria(generation, stopping_criteria, self.tokenizer)
@@ -281,7 +305,6 @@ class EarlyExitModel:
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: GenerationConfig | None = None,
-        attention_mask: Tensor | None = None,
         draft: str | None = None,
         exit: str | None = None,
         exit_layer: int | None = None,
@@ -290,19 +313,18 @@ class EarlyExitModel:
         exact: bool | None = None,
         acceptance: str = "coupled",
         seed: int | None = None,
-        **_: Any,
+        **model_kwargs: Any,
     ) -> Tensor:
-        """For ``hf_model.generate(..., custom_generate=model.custom_generate)``; returns sequences [1, S]."""
+        """For ``hf_model.generate(..., custom_generate=model.custom_generate)``; returns sequences [B, S]."""
         if model is not self.base:
             raise ValueError("custom_generate belongs to another model than the one generating")
         if generation_config is None:
             raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
         options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed)
-        prompt = settings.read_prompt(input_ids, attention_mask)
+        # not an argument by name: transformers would take it from the user's call as well as make it
+        prompts = settings.read_prompts(input_ids, model_kwargs.get("attention_mask"))
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
-        stream = Stream(self, *self._prepare(prompt, generation_config, processors, criteria, options))
-        new = [token for emission in stream for token in emission.tokens]
-        return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
+        return self._generate(input_ids, prompts, generation_config, processors, criteria, options).sequences
 
     def _exact_width(self, draft_len: int) -> int:
         """The row width of exact mode: 1 where rows are exact as they come, else one that holds them all.
@@ -335,54 +357,3 @@ class EarlyExitModel:
             yield
         finally:
             self._lock.release()
-
-
-class Stream(Iterator[Emission]):
-    """A generation under way: iterate, once, for `Emission`s; ``stats`` fills as it goes."""
-
-    def __init__(self, model: EarlyExitModel, drafter: Drafter, state: DecodeState) -> None:
-        self._model, self._drafter, self._state = model, drafter, state
-        self._emissions = self._run()
-
-    @property
-    def stats(self) -> DecodeStats:
-        return self._state.stats
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What decides about speed and text, as it was resolved."""
-        state, drafter = self._state, self._drafter
-        head = drafter.exit_head
-        return {
-            "draft": next((n for n, kind in DRAFTERS.items() if type(drafter) is kind), type(drafter).__name__),
-            "exit": None if head is None else head.name,
-            "draft_len": getattr(drafter, "draft_len", 0),
-            "min_confidence": getattr(drafter, "min_confidence", 0.0),
-            "exact": state.cache.width is not None,
-            "acceptance": state.rule,
-            "seed": state.seed,
-            "dtype": str(self._model.target.dtype).removeprefix("torch."),
-        }
-
-    def __next__(self) -> Emission:
-        return next(self._emissions)
-
-    def close(self) -> None:
-        """End the generation here; the model is free for another one."""
-        self._emissions.close()
-
-    def _run(self) -> Generator[Emission]:
-        model, state, stats = self._model, self._state, self._state.stats
-        with model.alone():
-            model.target.notice_changes()
-            cycles, num_accepted = decode(model.target, self._drafter, state), 0
-            began = time.perf_counter()
-            for tokens in cycles:
-                seconds = time.perf_counter() - began
-                if stats.num_cycles == 0:
-                    stats.prefill_seconds = seconds
-                else:
-                    stats.decode_seconds += seconds
-                accepted, num_accepted = stats.num_accepted - num_accepted, stats.num_accepted
-                yield Emission(tokens, min(accepted, len(tokens)))
-                began = time.perf_counter()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,10 @@ class DecodeOptions:
         """Take the known names out of ``kwargs``."""
         return cls(**{f.name: kwargs.pop(f.name) for f in fields(cls) if f.name in kwargs})
 
+    def of_row(self, row: int) -> "DecodeOptions":
+        """Those of one row of a batch: noise of its own under one seed."""
+        return self if self.seed is None else replace(self, seed=(int(self.seed) + row) % 2**63)
+
     def draw_seed(self) -> int:
         """The given seed, or one from the generator (torch's global one by default)."""
         if self.seed is not None:
@@ -95,23 +99,20 @@ class Prompt:
         return len(self.padding) + len(self.tokens)
 
 
-def read_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> Prompt:
-    """The one prompt in ``input_ids`` [1, S], its left padding set apart."""
+def read_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Prompt]:
+    """The prompts in ``input_ids`` [B, S], their left padding set apart."""
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [batch, length], got shape {tuple(input_ids.shape)}")
-    if input_ids.shape[0] != 1:
-        raise NotImplementedError(f"one sequence at a time for now, got a batch of {input_ids.shape[0]}")
-    is_real = torch.ones(input_ids.shape[1], dtype=torch.bool)
+    is_real = torch.ones(input_ids.shape, dtype=torch.bool)
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
-        if input_ids.shape[1] and attention_mask[0, -1] == 0:
-            raise ValueError("the prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
-        is_real = attention_mask[0].bool().cpu()
-    row = input_ids[0].cpu()
-    if not is_real.any():
+        is_real = attention_mask.bool().cpu()
+    if not len(is_real) or not is_real.any(dim=1).all():
         raise ValueError("the prompt is empty; give at least one token, such as the BOS token")
-    return Prompt(row[is_real].tolist(), row[~is_real].tolist())
+    if not is_real[:, -1].all():
+        raise ValueError("the prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
+    return [Prompt(ids[real].tolist(), ids[~real].tolist()) for ids, real in zip(input_ids.cpu(), is_real, strict=True)]
 
 
 def resolve_generation(
@@ -220,6 +221,12 @@ def eos_ids(generation: GenerationConfig) -> frozenset[int]:
     """All ids that end the text."""
     ids = generation.eos_token_id
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else [int(i) for i in ids])
+
+
+def pad_id(generation: GenerationConfig) -> int:
+    """What stands behind a text that ends before others of its batch."""
+    ids = [generation.pad_token_id, *sorted(eos_ids(generation)), 0]
+    return next(int(i) for i in ids if i is not None)
 
 
 def criteria(

@@ -1,6 +1,6 @@
 """What happened during decoding, in the field's terms."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -30,6 +30,14 @@ class DecodeStats:
         missing = num_accepted + 1 - len(self.accepted_histogram)
         self.accepted_histogram.extend([0] * missing)
         self.accepted_histogram[num_accepted] += 1
+
+    def add(self, other: "DecodeStats") -> None:
+        """Count another generation's cycles, too."""
+        size = max(len(self.accepted_histogram), len(other.accepted_histogram))
+        padded = [stats.accepted_histogram + [0] * (size - len(stats.accepted_histogram)) for stats in (self, other)]
+        for name in (f.name for f in fields(self) if f.name != "accepted_histogram"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.accepted_histogram = [a + b for a, b in zip(*padded, strict=True)]
 
     @property
     def tau(self) -> float:

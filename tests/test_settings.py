@@ -94,7 +94,7 @@ def test_sampled_text_is_the_same_called_from_either_side(model):
 )  # fmt: skip
 def test_distributions_are_transformers_own(model, settings):
     """What is drawn from equals softmax of transformers' processors in its own order, at T=.6."""
-    prompt = options.read_prompt(PROMPT, None)
+    (prompt,) = options.read_prompts(PROMPT, None)
     asked = {"do_sample": True, "temperature": 0.6, "max_new_tokens": 4, **settings}
     generation = options.resolve_generation(model.base, None, asked, prompt)
     everything = options.processors(model.base, generation, None, prompt)

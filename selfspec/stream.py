@@ -1,0 +1,93 @@
+"""A generation under way, cycle by cycle, with its clock."""
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selfspec.decode import DecodeState, decode
+from selfspec.drafter import DRAFTERS, Drafter
+from selfspec.stats import DecodeStats
+
+if TYPE_CHECKING:
+    from selfspec.model import EarlyExitModel
+
+
+@dataclass(frozen=True)
+class Emission:
+    """The tokens of one cycle, as they are streamed: accepted drafts first, then the target's own."""
+
+    tokens: list[int]
+    num_accepted: int  # how many of ``tokens`` were drafted
+
+
+class Stream(Iterator[Emission]):
+    """A generation under way: iterate, once, for `Emission`s; ``stats`` fills as it goes."""
+
+    def __init__(self, model: "EarlyExitModel", drafter: Drafter, state: DecodeState) -> None:
+        self._model, self._drafter, self._state = model, drafter, state
+        self._emissions = self._run()
+
+    @property
+    def stats(self) -> DecodeStats:
+        return self._state.stats
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides about speed and text, as it was resolved."""
+        state, drafter = self._state, self._drafter
+        head = drafter.exit_head
+        return {
+            "draft": next((n for n, kind in DRAFTERS.items() if type(drafter) is kind), type(drafter).__name__),
+            "exit": None if head is None else head.name,
+            "draft_len": getattr(drafter, "draft_len", 0),
+            "min_confidence": getattr(drafter, "min_confidence", 0.0),
+            "exact": state.cache.width is not None,
+            "acceptance": state.rule,
+            "seed": state.seed,
+            "dtype": str(self._model.target.dtype).removeprefix("torch."),
+        }
+
+    def __next__(self) -> Emission:
+        return next(self._emissions)
+
+    def close(self) -> None:
+        """End the generation here; the model is free for another one."""
+        self._emissions.close()
+
+    def _run(self) -> Generator[Emission]:
+        with self._model.alone(), _naming_what_had_no_room(self._state):
+            self._model.target.notice_changes()
+            yield from self._timed()
+
+    def _timed(self) -> Generator[Emission]:
+        state, stats = self._state, self._state.stats
+        cycles, num_accepted = decode(self._model.target, self._drafter, state), 0
+        began = time.perf_counter()
+        for tokens in cycles:
+            seconds = time.perf_counter() - began
+            if stats.num_cycles == 0:
+                stats.prefill_seconds = seconds
+            else:
+                stats.decode_seconds += seconds
+            accepted, num_accepted = stats.num_accepted - num_accepted, stats.num_accepted
+            yield Emission(tokens, min(accepted, len(tokens)))
+            began = time.perf_counter()
+
+
+@contextmanager
+def _naming_what_had_no_room(state: DecodeState) -> Iterator[None]:
+    """MemoryError, in one line, in the place of what torch says at length."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(
+            f"out of memory on {state.device} with a batch of 1 and {len(state.tokens)} of {state.max_length} tokens; "
+            f"the cache takes {state.cache.num_bytes / 2**20:.0f} MiB: lower max_new_tokens, shorten the prompt, or "
+            "load the model in fewer bits"
+        ) from error
