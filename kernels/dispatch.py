@@ -104,6 +104,8 @@ def attention(
 
 
 def _attention_over_cache(q: Tensor, k: Tensor, v: Tensor, view: RowView, *settings: Any) -> Tensor:
+    if implementation(q.device) != "triton":
+        return attention_reference.attention_over_cache(q, k, v, view, *settings)
     kernels = importlib.import_module(f"{__package__}.attention_triton")
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     reason = "gradients" if needs_grad else kernels.problem(q, k, v)

@@ -35,17 +35,26 @@ class KVCache:
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
         self._first = self._end = 0
+        self._slots: Tensor | None = None
         self.plans: dict[Any, Any] = {}  # kept by kernels that go by addresses, which live as long as the tensors
 
     def open(self, first: int, num_rows: int, read_end: int) -> None:
         """Begin a pass: its rows go to slots [first, first + num_rows), its attention spans slots [0, read_end)."""
         if first + num_rows > self.capacity:
             raise ValueError(f"cache holds {self.capacity} slots, a pass needs {first + num_rows}")
-        self._first, self._end = first, read_end
+        self._first, self._end, self._slots = first, read_end, None
+
+    def open_at(self, slots: Tensor) -> None:
+        """Begin a pass whose rows go to ``slots`` [R], known to the device alone; its attention spans all slots."""
+        self._slots = slots
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""
         keys, values = self.tensors(layer_idx, key, key.shape[1], key.shape[3], value.shape[3])
+        if self._slots is not None:
+            keys.index_copy_(2, self._slots, key.to(keys.dtype))
+            values.index_copy_(2, self._slots, value.to(values.dtype))
+            return keys, values
         stop = self._first + key.shape[2]
         keys[:, :, self._first : stop] = key
         values[:, :, self._first : stop] = value
@@ -75,6 +84,10 @@ class KVCache:
         # rejected drafts must not stay: the next pass overwrites their slots and masks hide them until then
         for layer in range(len(self.lengths)) if layers is None else layers:
             self.lengths[layer] = min(self.lengths[layer], length)
+
+    def clear(self) -> None:
+        """Begin another text in the same memory."""
+        self.lengths = [0] * len(self.lengths)
 
     def compact(self, first: int, path: list[int], layers: range) -> None:
         """Move the accepted rows of a tree to where a chain would have them.

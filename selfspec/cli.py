@@ -128,7 +128,7 @@ app.command("bench-kernels")(cli_kernels.bench_kernels)
 
 @app.command()
 def info(as_json: Json = False) -> None:
-    """Show versions, device, default model, shipped exits and the kernels that would run."""
+    """Show versions, device, default model, shipped exits, the kernels that would run and how cycles would."""
     with mistakes_in_one_line():
         found = _info()
     if as_json:
@@ -143,6 +143,7 @@ def info(as_json: Json = False) -> None:
 def _info() -> dict[str, Any]:
     import torch
 
+    from selfspec.engine import mode_for
     from selfspec.kernels import dispatch
     from selfspec.model import SHIPPED_EXITS
     from selfspec.pretrained import default_model_path, resolve_dtype
@@ -157,6 +158,7 @@ def _info() -> dict[str, Any]:
         "model": default_model_path(),
         "exits": exits,
         "kernels": dispatch.implementation(device),
+        "cycles": mode_for(torch.device(device)),
     }
 
 

@@ -7,6 +7,7 @@ through the model; rows 0 .. K of a pass are t_0 .. t_K at positions s .. s + K.
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from selfspec.sampling import (
 from selfspec.stats import DecodeStats
 from selfspec.target import Target
 from selfspec.verify import Draft, RowProbs, Verdict, verify_coupled, verify_rejection
+
+if TYPE_CHECKING:
+    from selfspec.engine import Engine
 
 RULES = ("coupled", "rejection")
 EXACT_WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -64,6 +68,7 @@ class DecodeState:
     is_stopped: Callable[[list[int]], bool] = lambda _: False  # user's criteria, on all tokens so far
     stats: DecodeStats = field(default_factory=DecodeStats)
     done: bool = False
+    engine: "Engine | None" = None  # None: plain calls
     recall: Tensor | None = None  # [1, 1, nD], deep states of position s - 1
     backlog: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # taps, recalls the block has not seen
 
@@ -109,14 +114,19 @@ class DecodeState:
         path = verdict.path[0, : int(verdict.num_accepted[0])].tolist()
         standing = scored.logits[: 1 + len(path)] if draft.is_chain else scored.logits[[0, *path]]
         require_finite(standing, scored.first)  # rejected rows are none of plain decoding's business
+        emitted = self.emit([*(int(draft.tokens[0, row - 1]) for row in path), int(verdict.next_token[0])])
+        self._keep(scored, [0, *path][: len(emitted)])  # the last emitted token has no row yet
+        return emitted
+
+    def emit(self, tokens: Sequence[int]) -> list[int]:
+        """Put ``tokens`` to the text, up to the first that ends it; returns those that were."""
         emitted: list[int] = []
-        for token in [int(draft.tokens[0, row - 1]) for row in path] + [int(verdict.next_token[0])]:
+        for token in tokens:
             emitted.append(token)
             self.tokens.append(token)
             self.done = self.is_stopped(self.tokens) or token in self.eos_ids or self.num_remaining == 0
             if self.done:
                 break
-        self._keep(scored, [0, *path][: len(emitted)])  # the last emitted token has no row yet
         self.stats.num_tokens += len(emitted)
         return emitted
 
@@ -225,9 +235,7 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [num_prompt], ids)[0]
     token = int(draw(row, noise))
     state._keep(scored, list(range(num_prompt)))
-    state.tokens.append(token)
-    state.stats.num_tokens += 1
-    state.done = state.is_stopped(state.tokens) or token in state.eos_ids or state.num_remaining == 0
+    state.emit([token])
     if head is not None and not state.done:
         head.catch_up(target, state)
     return [token]
@@ -236,7 +244,10 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
 @torch.no_grad()
 def decode(target: Target, drafter: Drafter, state: DecodeState) -> Iterator[list[int]]:
     """Decode until done; yields the tokens that each cycle emits, the prompt's pass first."""
+    replayed = None if state.engine is None else state.engine.cycles(drafter, state)  # the same cycles, a launch each
     yield start(target, drafter, state)
+    if replayed is not None:
+        yield from replayed.run(drafter, state)
     while not state.done:
         draft = drafter.propose(state)  # layers [0, N)
         scored = score(target, state, draft, drafter.exit_head)  # layers [N, L), same cache

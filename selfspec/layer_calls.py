@@ -43,11 +43,12 @@ class Recorder(nn.Module):
 class Place:
     """Where the rows of a pass stand: in slots first, first + 1, ..., looking at slots [0, read_end).
 
+    ``first`` may be a tensor [1] on the device, which a captured pass reads anew whenever it is replayed: of one chain.
     ``parents`` gives the rows of a draft tree (None: a chain), ``pads`` [B] the slots before each sequence's start,
     ``width`` the number of rows of exact mode.
     """
 
-    first: int
+    first: int | Tensor
     num_rows: int
     read_end: int
     parents: tuple[int, ...] | None = None
@@ -74,7 +75,7 @@ class LayerCalls:
 
     def at(self, place: Place, device: torch.device, mask: Tensor | None = None) -> list[Call]:
         """The layers' calls for the rows at ``place``; alike layers share one. ``mask`` replaces the family's own."""
-        if mask is not None:
+        if mask is not None or isinstance(place.first, Tensor):
             return _Cut(self.size, place, device, mask).calls(self.table)
         if self._last is None or not self._last[0].is_same(place):
             self._last = (place, _Cut(self.size, place, device, None).calls(self.table))
@@ -88,7 +89,10 @@ class _Cut:
         self.size, self.place, self.mask = size, place, mask
         depths, self.ancestors = tree_shape(place.parents, place.num_rows)
         # padding rows of exact mode may stand beyond the context
-        self.positions = torch.tensor([min(place.first + d, size - 1) for d in depths], device=device)  # [R]
+        if isinstance(place.first, Tensor):
+            self.positions = (place.first + torch.arange(place.num_rows, device=device)).clamp(max=size - 1)
+        else:
+            self.positions = torch.tensor([min(place.first + d, size - 1) for d in depths], device=device)  # [R]
         if place.pads is not None:
             self.positions = (self.positions - place.pads[:, None]).clamp(min=0)  # [B, R]
         self._made: dict[int, Any] = {}
@@ -117,10 +121,12 @@ class _Cut:
         place = self.place
         if self.mask is not None:
             return self.mask
-        if dispatch.takes_views(self.positions.device, place.num_rows):
+        if isinstance(place.first, Tensor) or dispatch.takes_views(self.positions.device, place.num_rows):
             window = sliding_window(rule, self.size)
             if window is not None:
                 return row_view(window, self.positions, place.first, self.ancestors, place.pads, place.width)
+        if isinstance(place.first, Tensor):
+            raise NotImplementedError("a rule of attention that is no window needs to know its rows")
         if place.pads is not None:
             return padded_row_mask(rule, self.positions, place.pads, place.read_end)
         return row_mask(rule, self.positions, place.first, place.read_end, self.ancestors)
@@ -131,7 +137,7 @@ class _Cut:
             rows = table.index_select(dim, self.positions.flatten()).unflatten(dim, self.positions.shape)
             rows = rows.movedim(dim, 0)
             return rows.squeeze(1) if dim else rows  # [B, ..., R, ...]: tables were made for one sequence
-        if place.parents is None and place.first + place.num_rows <= self.size:
+        if place.parents is None and isinstance(place.first, int) and place.first + place.num_rows <= self.size:
             return table.narrow(dim, place.first, place.num_rows)
         return table.index_select(dim, self.positions)
 

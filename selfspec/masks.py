@@ -78,13 +78,17 @@ def padded_row_mask(rule: MaskRule, positions: Tensor, pads: Tensor, read_end: i
 
 
 def row_view(
-    window: int, positions: Tensor, first: int, ancestors: Tensor | None, pads: Tensor | None, width: int | None
-) -> RowView:
-    """What `row_mask` and `padded_row_mask` say, of rows at ``positions`` [R] or [B, R] in slots from ``first`` on."""
+    window: int, positions: Tensor, first: int | Tensor, ancestors: Tensor | None, pads: Tensor | None,
+    width: int | None,
+) -> RowView:  # fmt: skip
+    """What `row_mask` and `padded_row_mask` say, of rows at ``positions`` [R] or [B, R] in slots from ``first`` on,
+    which may be a tensor [1] on the device.
+    """
     positions = positions if positions.dim() == 2 else positions[None]
     num_sequences, num_rows = positions.shape
     if ancestors is None:
-        ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool, device=positions.device).tril()
     words = words_of(ancestors).to(positions.device).repeat(num_sequences, 1)
-    lengths = torch.full((num_sequences,), first, device=positions.device)
-    return RowView(lengths, words, positions, window, pads, width)
+    if not isinstance(first, Tensor):
+        first = torch.full((num_sequences,), first, device=positions.device)
+    return RowView(first, words, positions, window, pads, width)

@@ -24,6 +24,7 @@ from selfspec import settings
 from selfspec.cache import KVCache
 from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, exact_width, is_exact_by_default
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
+from selfspec.engine import Engine
 from selfspec.exit_module import FORMS
 from selfspec.exits import ExitHead
 from selfspec.pretrained import load_target_model
@@ -59,6 +60,7 @@ class EarlyExitModel:
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.exits: dict[str, ExitHead] = exits or {}
+        self.engine = Engine(target)
         self._row_exact: set[tuple[int, int]] = set()  # widths, and numbers of rows, that were seen to be
         self._lock = threading.Lock()
 
@@ -254,6 +256,7 @@ class EarlyExitModel:
             min_length=settings.min_length(generation, prompt),
             processors=before,
             is_stopped=settings.stop_rule(criteria, prompt, self.target.device),
+            engine=self.engine,
         )
         return drafter, state
 

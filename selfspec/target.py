@@ -343,6 +343,10 @@ class Target:
         if any(cache.lengths[slot] != first for slot in slots):
             raise ValueError(f"layers {slots.start}..{slots.stop - 1} hold different numbers of rows: {cache.lengths}")
         cache.open(first, num_rows, first + num_rows)
+        return self.calls_for(cache)
+
+    def calls_for(self, cache: KVCache) -> LayerCalls:
+        """How the layers are called at any place in ``cache``."""
         if self.calls is not None and cache.capacity <= self.calls.size:
             return self.calls
         return self._record_calls(min(cache.capacity, self.context_length or cache.capacity))

@@ -1,0 +1,312 @@
+"""The engine with capture replaced by plain calls: the same texts as the loop's own, through every way to end one."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec import EarlyExitModel
+from selfspec.device_cycle import DeviceCycle
+from selfspec.engine import SMALLEST_TIER, Cycles
+from selfspec.exit_module import ExitConfig, build_adapter
+from selfspec.exits import ExitHead
+from selfspec.sampling import NonFiniteLogitsError
+from selfspec.target import Target
+from tests.conftest import build_model, prompt_of
+
+PROMPT = torch.tensor([prompt_of(12)])
+
+
+def readable_early(family: str, **overrides: Any) -> Target:
+    """A target whose deep layers say little: untrained exits are right about half of the time."""
+    base = build_model(family, **overrides)
+    with torch.no_grad():
+        for layer in base.model.layers[2:]:
+            layer.self_attn.o_proj.weight.mul_(0.3)
+            layer.mlp.down_proj.weight.mul_(0.3)
+    return Target(base)
+
+
+def trained_exit(target: Target, **shape: Any) -> ExitHead:
+    """An exit with bridge, recall and block that all have a say in what is drafted, most of it the state at the tap."""
+    made = {"exit_layer": 2, "recall_layers": (3, 6), "num_steps": 3, "lora_rank": 4, "draft_len": 3, "min_accepted": 0}
+    config = ExitConfig(**made | shape)
+    adapter, generator = build_adapter(target, config), torch.Generator().manual_seed(3)
+    size = target.hidden_size
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora" in name or "confidence" in name:
+                parameter.normal_(0, 0.1, generator=generator)
+            elif "bridge" in name:
+                parameter.normal_(0, 0.02, generator=generator)
+                if parameter.dim() == 2:
+                    parameter[:, :size] += torch.eye(size)
+    return ExitHead(target, "trained", config, adapter)
+
+
+@pytest.fixture(scope="module")
+def model() -> EarlyExitModel:
+    target = readable_early("llama")
+    made = EarlyExitModel.from_target(target.base, [2, 4])
+    made.exits["trained"] = trained_exit(made.target)
+    made.exits["narrow"] = trained_exit(made.target, draft_vocab=tuple(range(0, 97, 2)))
+    return made
+
+
+@pytest.fixture
+def count_cycles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Texts go through the engine; the drafts of each cycle that it ran."""
+    seen: list[int] = []
+    run = DeviceCycle.__call__
+
+    def spy(cycle: DeviceCycle) -> None:
+        seen.append(cycle.draft_len)
+        run(cycle)
+
+    monkeypatch.setattr(DeviceCycle, "__call__", spy)
+    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
+    return seen
+
+
+def both(model: EarlyExitModel, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, Any]:
+    """The same generation with and without the engine."""
+    ours = model.generate(PROMPT, **{"max_new_tokens": 30, **settings})
+    with monkeypatch.context() as patch:
+        patch.setenv("SELFSPEC_ENGINE", "off")
+        theirs = model.generate(PROMPT, **{"max_new_tokens": 30, **settings})
+    return ours, theirs
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 4])
+@pytest.mark.parametrize("name", ["layer-2", "layer-4", "trained", "narrow"])
+def test_text_and_drafts_are_those_of_the_loop(model, monkeypatch, count_cycles, name, draft_len):
+    """Token for token, and what was drafted too, over cycles that accept none, some and all."""
+    ours, theirs = both(model, monkeypatch, exit=name, draft_len=draft_len)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert set(count_cycles) == {draft_len}
+    assert 0 < ours.stats.num_accepted < ours.stats.num_drafted
+    last = ours.stats.num_cycles - 1  # which the loop shortens, where the engine crops
+    assert abs(ours.stats.num_accepted - theirs.stats.num_accepted) <= draft_len
+    assert last <= theirs.stats.num_cycles
+    assert len(count_cycles) - ours.stats.num_cycles in (0, 1)  # the end is seen a cycle late
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5, "min_p": 0.02},
+])  # fmt: skip
+def test_sampled_text_is_that_of_the_seed(model, monkeypatch, count_cycles, sampling):
+    for seed in range(2):
+        ours, theirs = both(model, monkeypatch, exit="trained", draft_len=2, seed=seed, **sampling)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert torch.equal(ours.sequences, both(model, monkeypatch, draft="off", seed=seed, **sampling)[0].sequences)
+    assert 0 in count_cycles
+
+
+@pytest.mark.parametrize(
+    ("family", "exact"),
+    [*((family, True) for family in ("llama", "qwen3", "mistral", "gemma2")), ("olmo2", False), ("gpt_oss", False)],
+)
+def test_families_decode_as_without_it(monkeypatch, count_cycles, family, exact):
+    """Sliding windows passed, caps and sinks included; in exact mode rows are padded to one width."""
+    model = EarlyExitModel.from_target(build_model(family), [2])
+    model.exits["trained"] = trained_exit(model.target)
+    for name, draft in (("layer-2", None), ("trained", None), ("trained", "off")):
+        ours, theirs = both(model, monkeypatch, exit=name, draft_len=3, exact=exact, draft=draft)
+        assert torch.equal(ours.sequences, theirs.sequences)
+    assert set(count_cycles) >= {0, 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exact_mode_gives_the_logits_of_the_engine_without_drafts(monkeypatch, count_cycles, dtype):
+    """L3: every logit of a drafted text has the bits that it has with draft="off"."""
+    model = EarlyExitModel.from_target(readable_early("llama", dtype=dtype).base, [4])
+    seen: dict[int, Tensor] = {}
+    verify_pass = DeviceCycle._verify_pass
+
+    def noting(cycle: DeviceCycle, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits, recalls = verify_pass(cycle, hidden)
+        seen.setdefault(int(cycle.held.first), logits[0].clone())
+        return logits, recalls
+
+    monkeypatch.setattr(DeviceCycle, "_verify_pass", noting)
+    drafted = model.generate(PROMPT, max_new_tokens=40, exact=True, draft_len=3)
+    rows, seen = seen, {}
+    plain = model.generate(PROMPT, max_new_tokens=40, exact=True, draft_len=3, draft="off")
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert drafted.stats.num_accepted > 5
+    compared = [torch.equal(logits[0], seen[first][0]) for first, logits in rows.items() if first in seen]
+    assert len(compared) > 10
+    assert all(compared)
+
+
+@pytest.mark.parametrize("settings", [
+    {"eos_token_id": list(range(30, 45))}, {"eos_token_id": list(range(30, 45)), "exit": "trained", "draft_len": 4},
+    {"max_new_tokens": 1}, {"max_new_tokens": 2, "draft_len": 4}, {"max_length": 33},
+])  # fmt: skip
+def test_texts_end_where_the_loop_ends_them(model, monkeypatch, count_cycles, settings):
+    for draft in (None, "off"):
+        ours, theirs = both(model, monkeypatch, draft=draft, **settings)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert ours.stats.num_tokens == ours.sequences.shape[1] - 12
+
+
+def test_criteria_and_streams_see_every_cycle(model, monkeypatch, count_cycles):
+    stop = [lambda ids, _: torch.tensor([ids.shape[1] >= 30])]
+    ours, theirs = both(model, monkeypatch, stopping_criteria=stop, exit="trained")
+    assert ours.sequences.shape[1] == 30
+    assert torch.equal(ours.sequences, theirs.sequences)
+    cycles = [e.tokens for e in model.stream(PROMPT, max_new_tokens=30, exit="trained")]
+    assert [t for tokens in cycles for t in tokens] == both(model, monkeypatch)[1].sequences[0, 12:].tolist()
+
+
+def test_confidence_stops_what_is_counted(model, monkeypatch, count_cycles):
+    """A mask on the device; the text stays, fewer drafts count."""
+    free, _ = both(model, monkeypatch, exit="trained", draft_len=3, min_confidence=0.0)
+    ours, theirs = both(model, monkeypatch, exit="trained", draft_len=3, min_confidence=0.5)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours.sequences, free.sequences)
+    assert 0 < ours.stats.num_drafted < 3 * ours.stats.num_cycles
+    assert set(count_cycles) == {3}
+
+
+def test_drafting_pauses_where_it_does_not_pay(model, monkeypatch, count_cycles):
+    """With the step that drafts nothing, which keeps the exit's block up to date."""
+    hopeless = trained_exit(model.target, min_accepted=2.5)
+    monkeypatch.setitem(model.exits, "hopeless", hopeless)
+    ours, theirs = both(model, monkeypatch, exit="hopeless", draft_len=2)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert {0, 2} == set(count_cycles)
+
+
+def test_caches_are_kept_for_later_texts_and_not_too_many(model, monkeypatch, count_cycles):
+    model.engine._held.clear()
+    made: list[Cycles] = []
+    init = Cycles.__init__
+    monkeypatch.setattr(Cycles, "__init__", lambda self, *a: (made.append(self), init(self, *a))[1])
+    first = model.generate(PROMPT, max_new_tokens=30, exit="trained", draft_len=2).sequences
+    model.generate(PROMPT[:, :5], max_new_tokens=60, exit="trained", draft_len=2)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=30, exit="trained", draft_len=2).sequences, first)
+    assert len(made) == 1
+    assert made[0].cache.capacity == SMALLEST_TIER
+    for draft_len in (1, 3, 4):
+        model.generate(PROMPT, max_new_tokens=8, exit="trained", draft_len=draft_len)
+    assert len(made) == 4
+    assert len(model.engine._held) == 2
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"acceptance": "rejection", "temperature": 1.0}, "the acceptance rule 'rejection'"),
+    ({"repetition_penalty": 1.2}, "settings that look at the text so far"),
+    ({"min_new_tokens": 5, "eos_token_id": 7}, "settings that look at the text so far"),
+    ({"bad_words_ids": [[7]]}, "settings that look at the text so far"),
+])  # fmt: skip
+def test_what_it_does_not_take_is_said_once_and_decoded_plainly(
+    model, monkeypatch, count_cycles, caplog, settings, reason
+):
+    model.engine._told.clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            ours, theirs = both(model, monkeypatch, seed=3, **settings)
+            assert torch.equal(ours.sequences, theirs.sequences)
+    assert not count_cycles
+    assert [r.message for r in caplog.records].count(f"cycles run as plain calls, slower: {reason}") == 1
+
+
+def test_hooks_and_other_families_are_left_to_plain_calls(model, monkeypatch, count_cycles):
+    calls: list[int] = []
+    with model.base.model.layers[1].register_forward_hook(lambda *_: calls.append(1)):
+        model.generate(PROMPT, max_new_tokens=4)
+    assert calls
+    other = EarlyExitModel.from_target(build_model("gpt2"), [2])  # learnt positions
+    ours, theirs = both(other, monkeypatch)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert not count_cycles
+
+
+def test_a_fault_in_a_step_leaves_the_model_usable(model, monkeypatch, count_cycles):
+    """Where a step cannot even be captured, the text is decoded plainly; where it fails later, the error is raised."""
+    expected = both(model, monkeypatch, exit="trained")[1].sequences
+    with monkeypatch.context() as patch:
+        patch.setattr(Cycles, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("cannot be captured")))
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=30, exit="trained").sequences, expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceCycle, "_judge", lambda *_: (_ for _ in ()).throw(RuntimeError("planted")))
+        with pytest.raises(RuntimeError, match="planted"):
+            model.generate(PROMPT, max_new_tokens=40, exit="trained")
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=30, exit="trained").sequences, expected)
+
+
+def test_logits_that_are_not_finite_are_named(model, monkeypatch, count_cycles):
+    verify_pass = DeviceCycle._verify_pass
+
+    def poisoned(cycle: DeviceCycle, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits, recalls = verify_pass(cycle, hidden)
+        return torch.where(cycle.held.first + cycle.rows == 20, torch.nan, 0.0)[..., None] + logits, recalls
+
+    monkeypatch.setattr(DeviceCycle, "_verify_pass", poisoned)
+    with pytest.raises(NonFiniteLogitsError, match="position 20 are not finite"):
+        model.generate(PROMPT, max_new_tokens=40, draft="off")
+
+
+def test_a_wrong_choice_is_named(model, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_ENGINE", "fast")
+    with pytest.raises(ValueError, match="SELFSPEC_ENGINE='fast'; choose one of graphs, calls, off"):
+        model.generate(PROMPT, max_new_tokens=4)
+    monkeypatch.setenv("SELFSPEC_ENGINE", "graphs")
+    with pytest.raises(ValueError, match="cpu has no graphs"):
+        model.generate(PROMPT, max_new_tokens=4)
+
+
+def test_a_text_through_the_gpus_kernels_under_the_interpreter(monkeypatch, count_cycles, quick_interpreter):
+    """Attention, sampling and verification by Triton in one cycle: the tokens of the reference."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from selfspec.kernels import attention_triton, sample_triton, verify_triton
+
+    if not attention_triton.IS_INTERPRETED:
+        pytest.skip("kernels run on a GPU here")
+    launched: list[str] = []
+    for module, name in ((attention_triton, "attention_over_cache"), (sample_triton, "sample"),
+                         (verify_triton, "verify_coupled")):  # fmt: skip
+        function = getattr(module, name)
+        spy = lambda *a, function=function, name=name: (launched.append(name), function(*a))[1]  # noqa: E731
+        monkeypatch.setattr(module, name, spy)
+    monkeypatch.setattr(attention_triton, "num_splits", lambda *_: 1)  # the interpreter is slow
+    model = EarlyExitModel.from_target(readable_early("llama", num_hidden_layers=3).base, [2])
+    for sampling in ({}, {"temperature": 1.0, "seed": 2}):
+        monkeypatch.setenv("SELFSPEC_KERNELS", "reference")
+        expected = model.generate(PROMPT, max_new_tokens=6, draft_len=2, **sampling).sequences
+        monkeypatch.setenv("SELFSPEC_KERNELS", "triton")
+        launched.clear()
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=6, draft_len=2, **sampling).sequences, expected)
+        assert set(launched) == {"attention_over_cache", "sample", "verify_coupled"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graphs_give_the_text_of_plain_calls_and_never_wait(monkeypatch, dtype):
+    """Captured on a GPU: no synchronisation but the read-back, the same text, twice, with drafts and without."""
+    base = readable_early("llama", dtype=dtype).base.cuda()
+    model = EarlyExitModel.from_target(base, [2])
+    model.exits["trained"] = trained_exit(model.target)
+    run = Cycles.run
+
+    def strict(cycles: Cycles, *arguments: Any) -> Iterator[list[int]]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield from run(cycles, *arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Cycles, "run", strict)
+    ids = PROMPT.cuda()
+    for settings in ({}, {"exit": "trained"}, {"draft": "off"}, {"temperature": 1.0, "seed": 3}):
+        found = [model.generate(ids, max_new_tokens=30, draft_len=2, **settings).sequences for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setenv("SELFSPEC_ENGINE", "calls")
+            expected = model.generate(ids, max_new_tokens=30, draft_len=2, **settings).sequences
+        assert all(torch.equal(sequences, expected) for sequences in found)
+    assert model.engine._held
