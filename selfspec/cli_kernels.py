@@ -1,4 +1,4 @@
-"""The sub-commands that look at the GPU kernels: kernels, without a GPU, and bench-kernels."""
+"""The sub-commands that look at kernels and engine alone: kernels, without a GPU, bench-kernels and bench-engine."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from selfspec.cli_options import Device, mistakes_in_one_line
+from selfspec.cli_options import Device, Dtype, mistakes_in_one_line
 from selfspec.files import check_writable, write_atomically
 
 
@@ -84,4 +84,37 @@ def bench_kernels(
         write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         write_atomically(output / "roofline.png", plot_roofline(held))
         Console(highlight=False, width=160).print(bench_table(held))
+        typer.echo(f"written to {output}")
+
+
+def bench_engine(
+    output: Annotated[Path, typer.Option(help="Folder of results.json and cost.png.")] = Path("runs/bench-engine"),
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Check the engine's texts, then time plain decoding, drafts, verification and whole cycles."""
+    with mistakes_in_one_line():
+        import torch
+
+        from selfspec.eval import bench_engine as bench
+        from selfspec.eval.tasks import load_questions
+        from selfspec.pretrained import resolve_dtype, usable_device
+        from selfspec.provenance import provenance
+
+        place = torch.device(usable_device(device))
+        output.mkdir(parents=True, exist_ok=True)
+        check_writable(output / "results.json")
+        kind = resolve_dtype(dtype, place)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"dtype {dtype!r}; choose one of bfloat16, float16, float32")
+        turns = [question.turns[0] for question in load_questions("quick", limit=1)]
+        found = list(track(bench.run(place, kind, turns), "checking, then timing", total=None,
+                           console=Console(stderr=True)))  # fmt: skip
+        held = {
+            "copy_bandwidth": found[0]["copy_bandwidth"], "models": found[1:],
+            "dtype": str(kind).removeprefix("torch."), "provenance": provenance(place),
+        }  # fmt: skip
+        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
+        write_atomically(output / "cost.png", bench.plot(held))
+        Console(highlight=False, width=160).print(bench.table(held))
         typer.echo(f"written to {output}")

@@ -60,10 +60,13 @@ class Key:
 
 
 class Engine:
-    """Keeps the caches and graphs of one target for the texts to come."""
+    """Keeps the caches and graphs of one target for the texts to come.
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    ``mode`` is one of graphs, calls and off; None leaves it to SELFSPEC_ENGINE and the device.
+    """
+
+    def __init__(self, target: Target, mode: str | None = None) -> None:
+        self.target, self.mode = target, mode
         self._held: OrderedDict[Key, Cycles] = OrderedDict()
         self._told: set[str] = set()
 
@@ -72,7 +75,7 @@ class Engine:
 
         Captures at first use. A text that does not fit, or a step that cannot be captured, is named once in the log.
         """
-        mode = mode_for(self.target.device)
+        mode = self.mode or mode_for(self.target.device)
         if mode == "off":
             return None
         reason = self.problem(drafter, state)
@@ -167,7 +170,7 @@ class Cycles:
             count: DeviceCycle(target, key.head, count, key.min_confidence, key.sampling, self.cache, self._part(count))
             for count in {0, key.draft_len}
         }
-        self.steps = {count: _capture(cycle) if key.is_captured else cycle for count, cycle in made.items()}
+        self.steps = {count: capture(cycle) if key.is_captured else cycle for count, cycle in made.items()}
         if key.is_captured:
             logger.info("captured %d cycles in %.1f s", len(made), time.perf_counter() - began)
         self._results = [_ReadBack.at(target.device, 3 + key.draft_len + 1) for _ in range(2)]
@@ -216,7 +219,7 @@ class Cycles:
         return emitted
 
 
-def _capture(step: Callable[[], None]) -> Callable[[], None]:
+def capture(step: Callable[[], None]) -> Callable[[], None]:
     """``step`` as a CUDA graph, after a few runs that compile and allocate what it needs."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
