@@ -34,15 +34,31 @@ class Engine:
         """Nothing."""
 
     def run(self, ids: Tensor, request: Request, meter: Meter, phases: Phases) -> list[int]:
-        """Decode with drafting, verifying and the rest timed apart."""
+        """Decode with drafting, verifying and the rest timed apart, where a cycle is more than one launch."""
         drafter, state = self.model.prepare(
             ids, max_new_tokens=request.max_new_tokens, temperature=request.temperature, seed=request.seed,
             **self.options,
         )  # fmt: skip
+        if self.model.engine.takes(drafter, state):
+            return _run_whole(Stream(self.model, drafter, state), meter, phases)
         timed_state = TimedState(**vars(state), meter=meter, phases=phases)
         for emission in Stream(self.model, TimedDrafter(drafter, meter, phases), timed_state):
             meter.emit(emission.tokens)
         return timed_state.tokens[ids.shape[1] :]
+
+
+def _run_whole(stream: Stream, meter: Meter, phases: Phases) -> list[int]:
+    """Cycles that cannot be timed in parts; what they drafted and accepted is counted all the same."""
+    tokens, before = list[int](), (0, 0)
+    for emission in stream:
+        meter.emit(emission.tokens)
+        tokens += emission.tokens
+        counts = (stream.stats.num_drafted, stream.stats.num_accepted)
+        if stream.stats.num_cycles:
+            phases.num_drafted.append(counts[0] - before[0])
+            phases.num_accepted.append(counts[1] - before[1])
+        before = counts
+    return tokens
 
 
 class TimedDrafter:

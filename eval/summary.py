@@ -155,7 +155,8 @@ def _cycles(rows: Sequence[Row], ar_speed: float) -> dict[str, Any]:
     step = ar_speed / len(drafted)  # seconds of all cycles -> plain steps per cycle
     draft, verify = sum(r["draft_seconds"] for r in known) * step, sum(r["verify_seconds"] for r in known) * step
     whole = sum(r["decode_seconds"] for r in known) * step
-    found["breakdown"] = {"draft": draft, "verify": verify, "overhead": whole - draft - verify}
+    if draft + verify > 0:  # zero where a cycle is one launch
+        found["breakdown"] = {"draft": draft, "verify": verify, "overhead": whole - draft - verify}
     return found
 
 

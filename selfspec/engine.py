@@ -93,6 +93,10 @@ class Engine:
             logger.warning("cycles run as plain calls, slower: %s", reason)
         return None
 
+    def takes(self, drafter: Drafter, state: "DecodeState") -> bool:
+        """Whether a text would be decoded here."""
+        return (self.mode or mode_for(self.target.device)) != "off" and self.problem(drafter, state) is None
+
     def problem(self, drafter: Drafter, state: "DecodeState") -> str | None:
         """What of a text is not for the engine, None where all of it is."""
         if type(drafter) not in (ChainDrafter, NoDrafter):

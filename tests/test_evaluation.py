@@ -155,6 +155,19 @@ def test_counts_are_those_of_the_engine(model):
     assert phases.draft_seconds + phases.verify_seconds < run.decode_seconds
 
 
+def test_counts_of_cycles_that_are_one_launch(model, monkeypatch):
+    """The same from outside the cycles; nothing is said of their parts."""
+    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
+    ids = torch.tensor([[5, 17, 40]])
+    engine, phases = Engine(model, draft_len=3), Phases()
+    run = Meter(CPU).measure(lambda meter: engine.run(ids, Request(24), meter, phases), phases)
+    stats = model.generate(ids, max_new_tokens=24, draft_len=3).stats
+    assert run.num_decoded / run.num_cycles == stats.tau
+    assert len(phases.num_drafted) == len(phases.num_accepted) == stats.num_cycles
+    assert (sum(phases.num_drafted), sum(phases.num_accepted)) == (stats.num_drafted, stats.num_accepted)
+    assert phases.draft_seconds == phases.verify_seconds == 0
+
+
 def test_acceptance_by_position_is_conditional():
     """Of three cycles that drafted two, two accepted the first and one the second as well."""
     row = {
