@@ -186,7 +186,9 @@ def plain(model: EarlyExitModel, rounds: int, context: int, num_tokens: int, ban
         methods[name] = partial(_peer_speed, peer, ids, num_tokens)
     speeds = {name: statistics.median(values) for name, values in interleave(methods, rounds).items()}
     target = model.target
-    weights = sum(p.numel() * p.element_size() for p in {*target.base.parameters()})
+    is_tied = target.embedding.weight is target.output.weight  # one of an embedding's rows is read
+    read = {*target.base.parameters()} - (set() if is_tied else {target.embedding.weight})
+    weights = sum(p.numel() * p.element_size() for p in read)
     heads, width = target.config.num_key_value_heads, target.config.hidden_size // target.config.num_attention_heads
     cached = 2 * target.num_layers * heads * width * context * target.embedding.weight.element_size()
     limit = bandwidth / (weights + cached)

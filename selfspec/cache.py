@@ -88,6 +88,13 @@ class KVCache:
     def clear(self) -> None:
         """Begin another text in the same memory."""
         self.lengths = [0] * len(self.lengths)
+        self.plans.clear()
+
+    def forget(self) -> None:
+        """Make all of it zeros again."""
+        for tensor in (*self._keys, *self._values):
+            if tensor is not None:
+                tensor.zero_()
 
     def compact(self, first: int, path: list[int], layers: range) -> None:
         """Move the accepted rows of a tree to where a chain would have them.

@@ -245,9 +245,10 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
 def decode(target: Target, drafter: Drafter, state: DecodeState) -> Iterator[list[int]]:
     """Decode until done; yields the tokens that each cycle emits, the prompt's pass first."""
     replayed = None if state.engine is None else state.engine.cycles(drafter, state)  # the same cycles, a launch each
-    yield start(target, drafter, state)
     if replayed is not None:
-        yield from replayed.run(drafter, state)
+        yield from replayed.text(lambda: start(target, drafter, state), drafter, state)
+        return
+    yield start(target, drafter, state)
     while not state.done:
         draft = drafter.propose(state)  # layers [0, N)
         scored = score(target, state, draft, drafter.exit_head)  # layers [N, L), same cache

@@ -11,20 +11,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.cache import KVCache
+from selfspec.decode import DecodeState
 from selfspec.device_cycle import DeviceCycle, Held
 from selfspec.drafter import ChainDrafter, Drafter, NoDrafter
 from selfspec.exits import ExitHead
 from selfspec.sampling import NonFiniteLogitsError, Sampling
 from selfspec.target import Target
-
-if TYPE_CHECKING:
-    from selfspec.decode import DecodeState
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +55,7 @@ class Key:
     width: int | None
     capacity: int
     is_captured: bool
+    is_inference: bool  # tensors made in torch's inference mode are of no use outside it
 
 
 class Engine:
@@ -68,9 +67,13 @@ class Engine:
     def __init__(self, target: Target, mode: str | None = None) -> None:
         self.target, self.mode = target, mode
         self._held: OrderedDict[Key, Cycles] = OrderedDict()
+        self._refused: dict[Key, str] = {}  # why their steps could not be captured
+        self._addresses: dict[
+            ExitHead | None, list[int]
+        ] = {}  # of the weights, base and exits, which graphs know by heart
         self._told: set[str] = set()
 
-    def cycles(self, drafter: Drafter, state: "DecodeState") -> "Cycles | None":
+    def cycles(self, drafter: Drafter, state: DecodeState) -> "Cycles | None":
         """The cycles of a text that is about to begin, whose cache takes the place of ``state``'s; None: plain calls.
 
         Captures at first use. A text that does not fit, or a step that cannot be captured, is named once in the log.
@@ -80,50 +83,79 @@ class Engine:
             return None
         reason = self.problem(drafter, state)
         if reason is None:
-            try:
-                found = self._find(drafter, state, mode == "graphs")
-                found.begin(state)
-                return found
-            except (NotImplementedError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    self._held.clear()
-                reason = " ".join(str(error).split()) or type(error).__name__
+            self._notice_moved_weights(drafter.exit_head)
+            key = self._key(drafter, state, mode == "graphs")
+            reason = self._refused.get(key) or self._make(key, len(state.cache.lengths))
+            if reason is None and self._held[key].is_in_use:
+                reason = "another text is under way"
+            if reason is None:
+                self._held[key].begin(state)
+                return self._held[key]
         if reason not in self._told:
             self._told.add(reason)
             logger.warning("cycles run as plain calls, slower: %s", reason)
         return None
 
-    def takes(self, drafter: Drafter, state: "DecodeState") -> bool:
+    def takes(self, drafter: Drafter, state: DecodeState) -> bool:
         """Whether a text would be decoded here."""
         return (self.mode or mode_for(self.target.device)) != "off" and self.problem(drafter, state) is None
 
-    def problem(self, drafter: Drafter, state: "DecodeState") -> str | None:
+    def problem(self, drafter: Drafter, state: DecodeState) -> str | None:
         """What of a text is not for the engine, None where all of it is."""
         if type(drafter) not in (ChainDrafter, NoDrafter):
             return f"drafts of {type(drafter).__name__}"
+        if type(state) is not DecodeState:
+            return f"{type(state).__name__}, which looks into the cycle"
         if state.rule != "coupled":
             return f"the acceptance rule {state.rule!r}"
         if state.processors or state.sampling.repetition_penalty != 1 or len(state.tokens) + 1 < state.min_length:
             return "settings that look at the text so far"
+        if state.cache.width == 1:
+            return "exact mode as the CPU's kernels have it"
+        if self.target.device.type == "cuda" and self.target.device.index != torch.cuda.current_device():
+            return f"the model is on {self.target.device}, which is not the current device"
         if not self.target.is_plain_embed:
             return f"{self.target.family}: its embedding needs to know positions"
         if _hooked(self.target.base) is not None:
             return f"{_hooked(self.target.base)} has hooks"
         return None
 
-    def _find(self, drafter: Drafter, state: "DecodeState", is_captured: bool) -> "Cycles":
-        margin = state.cache.capacity - state.max_length  # of one pass; the one launched too many needs it again
-        capacity = max(SMALLEST_TIER, 1 << (state.max_length + 2 * margin).bit_length())
-        head, draft_len, stop = drafter.exit_head, 0, 0.0
+    def _key(self, drafter: Drafter, state: DecodeState, is_captured: bool) -> Key:
+        draft_len, stop, width = 0, 0.0, state.cache.width
         if isinstance(drafter, ChainDrafter):
             draft_len, stop = drafter.draft_len, drafter.min_confidence
-        key = Key(head, draft_len, stop, state.sampling, state.cache.width, capacity, is_captured)
+        # the cycle launched too many begins up to draft_len behind the end, and its last step has a pass's rows again
+        needed = state.max_length + 2 * draft_len + max(width or 0, draft_len + 1) + 1  # and a slot to spare
+        capacity = max(SMALLEST_TIER, 1 << (needed - 1).bit_length())
+        is_inference = torch.is_inference_mode_enabled()
+        return Key(drafter.exit_head, draft_len, stop, state.sampling, width, capacity, is_captured, is_inference)
+
+    def _make(self, key: Key, num_layers: int) -> str | None:
+        """Have cycles of that kind; what is in the way of it, None where nothing is."""
         if key not in self._held:
             while len(self._held) >= MOST_HELD:
                 self._held.popitem(last=False)
-            self._held[key] = Cycles(self.target, key, len(state.cache.lengths))
+            try:
+                self._held[key] = Cycles(self.target, key, num_layers)
+            except RuntimeError as error:  # whatever an operation that cannot be captured raises
+                cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+                reason = " ".join(str(cause).split()) or type(cause).__name__
+                if not isinstance(cause, torch.OutOfMemoryError):
+                    self._refused[key] = reason
+                return reason
         self._held.move_to_end(key)
-        return self._held[key]
+        return None
+
+    def _notice_moved_weights(self, head: ExitHead | None) -> None:
+        """Forget all graphs where weights lie elsewhere than when they were captured."""
+        parts = {None: [self.target.base]} | (
+            {} if head is None else {head: [head.norm, head.head.output, *head.blocks]}
+        )
+        found = {key: [p.data_ptr() for m in modules for p in m.parameters()] for key, modules in parts.items()}
+        if any(self._addresses.get(key, held) != held for key, held in found.items()):
+            self._held.clear()
+            self._refused.clear()
+        self._addresses |= found
 
 
 def _hooked(base: nn.Module) -> str | None:
@@ -151,7 +183,7 @@ class _ReadBack:
         """Have ``parts`` copied here when the device gets there."""
         begin = 0
         for part in parts:
-            self.numbers[begin : begin + len(part)].copy_(part, non_blocking=True)
+            self.numbers[begin : begin + len(part)].copy_(part, non_blocking=self.arrived is not None)
             begin += len(part)
         if self.arrived is not None:
             self.arrived.record()
@@ -168,7 +200,8 @@ class Cycles:
     def __init__(self, target: Target, key: Key, num_layers: int) -> None:
         self.target, self.key = target, key
         self.cache = KVCache(num_layers, key.capacity, key.width)
-        self.held = Held.of(target, key.head, key.draft_len)
+        self.held, self.is_in_use = Held.of(target, key.head, key.draft_len), False
+        target.calls_for(self.cache).require_windows()
         began = time.perf_counter()
         made = {
             count: DeviceCycle(target, key.head, count, key.min_confidence, key.sampling, self.cache, self._part(count))
@@ -184,12 +217,23 @@ class Cycles:
         shared = {name: getattr(self.held, name) for name in Held.__dataclass_fields__}
         return Held(**shared | {"emitted": self.held.emitted[: draft_len + 1]})
 
-    def begin(self, state: "DecodeState") -> None:
+    def begin(self, state: DecodeState) -> None:
         """Have ``state`` use this cache, from its start."""
         self.cache.clear()
-        state.cache = self.cache
+        state.cache, self.is_in_use = self.cache, True
 
-    def run(self, drafter: Drafter, state: "DecodeState") -> Iterator[list[int]]:
+    def text(self, start: Callable[[], list[int]], drafter: Drafter, state: DecodeState) -> Iterator[list[int]]:
+        """The whole text: what ``start`` emits of the prompt's pass, then the cycles."""
+        try:
+            yield start()
+            yield from self.run(drafter, state)
+        except Exception:
+            self.cache.forget()  # what an error leaves in it may not be finite, and masks do not stop that everywhere
+            raise
+        finally:
+            self.is_in_use = False
+
+    def run(self, drafter: Drafter, state: DecodeState) -> Iterator[list[int]]:
         """The cycles after the prompt's pass: a launch, and then the result of the launch before."""
         self._load(state)
         launched: list[_ReadBack] = []
@@ -204,7 +248,7 @@ class Cycles:
             if len(launched) == 2:
                 yield self._commit(state, launched.pop(0).wait())
 
-    def _load(self, state: "DecodeState") -> None:
+    def _load(self, state: DecodeState) -> None:
         """What the prompt's pass has left, to the device."""
         held = self.held
         held.first.fill_(len(state.tokens) - 1)
@@ -214,7 +258,7 @@ class Cycles:
         if state.recall is not None:
             held.recall.copy_(state.recall)
 
-    def _commit(self, state: "DecodeState", numbers: list[int]) -> list[int]:
+    def _commit(self, state: DecodeState, numbers: list[int]) -> list[int]:
         num_drafted, num_accepted, bad, *own = numbers
         if bad >= 0:
             raise NonFiniteLogitsError(f"the target's logits at position {len(state.tokens) - 1 + bad} are not finite")
@@ -223,15 +267,28 @@ class Cycles:
         return emitted
 
 
-def capture(step: Callable[[], None]) -> Callable[[], None]:
-    """``step`` as a CUDA graph, after a few runs that compile and allocate what it needs."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
+def capture(step: Callable[[], Any]) -> Callable[[], None]:
+    """``step`` as a CUDA graph, after a few runs that compile and allocate what it needs.
+
+    The graph knows the tensors of ``step`` by address alone: what is returned keeps hold of them.
+    """
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.cuda.stream(current):  # which a capture that fails does not always give back
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return _Graph(step, graph)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    step: Callable[[], Any]
+    graph: Any
+
+    def __call__(self) -> None:
+        self.graph.replay()

@@ -73,6 +73,13 @@ class LayerCalls:
         ]
         self._last: tuple[Place, list[Call]] | None = None
 
+    def require_windows(self) -> None:
+        """Raise NotImplementedError for a rule of attention that is no window: it needs to know its rows."""
+        held = [value for args, kwargs in self.table for value in (*args, *kwargs.values())]
+        rules = {id(rule): rule for rule in held if isinstance(rule, MaskRule)}
+        if any(sliding_window(rule, self.size) is None for rule in rules.values()):
+            raise NotImplementedError("a rule of attention that is no window")
+
     def at(self, place: Place, device: torch.device, mask: Tensor | None = None) -> list[Call]:
         """The layers' calls for the rows at ``place``; alike layers share one. ``mask`` replaces the family's own."""
         if mask is not None or isinstance(place.first, Tensor):
@@ -125,8 +132,7 @@ class _Cut:
             window = sliding_window(rule, self.size)
             if window is not None:
                 return row_view(window, self.positions, place.first, self.ancestors, place.pads, place.width)
-        if isinstance(place.first, Tensor):
-            raise NotImplementedError("a rule of attention that is no window needs to know its rows")
+        assert isinstance(place.first, int)
         if place.pads is not None:
             return padded_row_mask(rule, self.positions, place.pads, place.read_end)
         return row_mask(rule, self.positions, place.first, place.read_end, self.ancestors)

@@ -186,8 +186,8 @@ class EarlyExitModel:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         stats, rows = DecodeStats(), []
-        for prepared in each:
-            stream, tokens = Stream(self, *prepared), list[int]()
+        while each:  # a row's cache goes with it
+            stream, tokens = Stream(self, *each.pop(0)), list[int]()
             for emission in stream:
                 tokens += emission.tokens
                 if streamer is not None:

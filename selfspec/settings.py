@@ -76,7 +76,7 @@ class DecodeOptions:
 
     def of_row(self, row: int) -> "DecodeOptions":
         """Those of one row of a batch: noise of its own under one seed."""
-        return self if self.seed is None else replace(self, seed=(int(self.seed) + row) % 2**63)
+        return self if self.seed is None or row == 0 else replace(self, seed=(int(self.seed) + row) % 2**63)
 
     def draw_seed(self) -> int:
         """The given seed, or one from the generator (torch's global one by default)."""
@@ -225,8 +225,10 @@ def eos_ids(generation: GenerationConfig) -> frozenset[int]:
 
 def pad_id(generation: GenerationConfig) -> int:
     """What stands behind a text that ends before others of its batch."""
-    ids = [generation.pad_token_id, *sorted(eos_ids(generation)), 0]
-    return next(int(i) for i in ids if i is not None)
+    if generation.pad_token_id is not None:
+        return int(generation.pad_token_id)
+    eos = generation.eos_token_id
+    return 0 if eos is None else int(eos) if isinstance(eos, int) else int(eos[0])
 
 
 def criteria(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec import EarlyExitModel
+from selfspec.decode import decode
 from selfspec.device_cycle import DeviceCycle
 from selfspec.engine import SMALLEST_TIER, Cycles
 from selfspec.exit_module import ExitConfig, build_adapter
@@ -83,15 +85,20 @@ def both(model: EarlyExitModel, monkeypatch: pytest.MonkeyPatch, **settings: Any
 @pytest.mark.parametrize("draft_len", [1, 2, 4])
 @pytest.mark.parametrize("name", ["layer-2", "layer-4", "trained", "narrow"])
 def test_text_and_drafts_are_those_of_the_loop(model, monkeypatch, count_cycles, name, draft_len):
-    """Token for token, and what was drafted too, over cycles that accept none, some and all."""
-    ours, theirs = both(model, monkeypatch, exit=name, draft_len=draft_len)
-    assert torch.equal(ours.sequences, theirs.sequences)
+    """Cycle by cycle, over cycles that accept none, some and all; the last ones may be cropped where the loop stops."""
+    made = []
+    for engine in ("calls", "off"):
+        monkeypatch.setenv("SELFSPEC_ENGINE", engine)
+        stream = model.stream(PROMPT, max_new_tokens=40, exit=name, draft_len=draft_len)
+        made.append([(e.tokens, e.num_accepted) for e in stream])
+        assert 0 < stream.stats.num_accepted < stream.stats.num_drafted
+    ours, theirs = made
+    whole = [n for n, (tokens, _) in enumerate(ours) if sum(len(t) for t, _ in ours[: n + 1]) < 40 - draft_len]
+    assert len(whole) > 5
+    assert [ours[n] for n in whole] == [theirs[n] for n in whole]
+    assert [t for tokens, _ in ours for t in tokens] == [t for tokens, _ in theirs for t in tokens]
     assert set(count_cycles) == {draft_len}
-    assert 0 < ours.stats.num_accepted < ours.stats.num_drafted
-    last = ours.stats.num_cycles - 1  # which the loop shortens, where the engine crops
-    assert abs(ours.stats.num_accepted - theirs.stats.num_accepted) <= draft_len
-    assert last <= theirs.stats.num_cycles
-    assert len(count_cycles) - ours.stats.num_cycles in (0, 1)  # the end is seen a cycle late
+    assert len(count_cycles) - (len(ours) - 1) in (0, 1)  # the end is seen a cycle late
 
 
 @pytest.mark.parametrize("sampling", [
@@ -123,23 +130,28 @@ def test_families_decode_as_without_it(monkeypatch, count_cycles, family, exact)
 def test_exact_mode_gives_the_logits_of_the_engine_without_drafts(monkeypatch, count_cycles, dtype):
     """L3: every logit of a drafted text has the bits that it has with draft="off"."""
     model = EarlyExitModel.from_target(readable_early("llama", dtype=dtype).base, [4])
-    seen: dict[int, Tensor] = {}
-    verify_pass = DeviceCycle._verify_pass
+    logits_at: dict[int, Tensor] = {}
+    cycle_call = DeviceCycle.__call__
 
-    def noting(cycle: DeviceCycle, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits, recalls = verify_pass(cycle, hidden)
-        seen.setdefault(int(cycle.held.first), logits[0].clone())
-        return logits, recalls
+    def noting(cycle: DeviceCycle) -> None:
+        first, made = int(cycle.held.first), list[Tensor]()
+        with monkeypatch.context() as patch:
+            verify_pass = DeviceCycle._verify_pass
+            patch.setattr(DeviceCycle, "_verify_pass", lambda *a: made.append(verify_pass(*a)) or made[0])
+            cycle_call(cycle)
+        for row in range(int(cycle.held.counts[1]) + 1):
+            logits_at[first + row] = made[0][0][0, row].clone()
 
-    monkeypatch.setattr(DeviceCycle, "_verify_pass", noting)
-    drafted = model.generate(PROMPT, max_new_tokens=40, exact=True, draft_len=3)
-    rows, seen = seen, {}
-    plain = model.generate(PROMPT, max_new_tokens=40, exact=True, draft_len=3, draft="off")
+    monkeypatch.setattr(DeviceCycle, "__call__", noting)
+    settings = {"max_new_tokens": 40, "exact": True, "draft_len": 3}
+    drafted = model.generate(PROMPT, **settings)
+    rows, logits_at = logits_at, {}
+    plain = model.generate(PROMPT, draft="off", **settings)
     assert torch.equal(drafted.sequences, plain.sequences)
     assert drafted.stats.num_accepted > 5
-    compared = [torch.equal(logits[0], seen[first][0]) for first, logits in rows.items() if first in seen]
-    assert len(compared) > 10
-    assert all(compared)
+    places = [place for place in rows if place < 12 + 39]  # what is behind the end of the text is nobody's
+    assert len(places) == 39
+    assert all(torch.equal(rows[place], logits_at[place]) for place in places)
 
 
 @pytest.mark.parametrize("settings", [
@@ -230,8 +242,11 @@ def test_a_fault_in_a_step_leaves_the_model_usable(model, monkeypatch, count_cyc
     """Where a step cannot even be captured, the text is decoded plainly; where it fails later, the error is raised."""
     expected = both(model, monkeypatch, exit="trained")[1].sequences
     with monkeypatch.context() as patch:
-        patch.setattr(Cycles, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("cannot be captured")))
+        model.engine._held.clear()
+        patch.setattr(Cycles, "__init__", lambda *_: (_ for _ in ()).throw(RuntimeError("cannot be captured")))
         assert torch.equal(model.generate(PROMPT, max_new_tokens=30, exit="trained").sequences, expected)
+    assert "cannot be captured" in model.engine._refused.values()  # it is not tried again
+    model.engine._refused.clear()
     with monkeypatch.context() as patch:
         patch.setattr(DeviceCycle, "_judge", lambda *_: (_ for _ in ()).throw(RuntimeError("planted")))
         with pytest.raises(RuntimeError, match="planted"):
@@ -258,6 +273,64 @@ def test_a_wrong_choice_is_named(model, monkeypatch):
     monkeypatch.setenv("SELFSPEC_ENGINE", "graphs")
     with pytest.raises(ValueError, match="cpu has no graphs"):
         model.generate(PROMPT, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("draft_len", "exact"), [(7, True), (4, True), (5, False)])
+def test_a_text_up_to_the_edge_of_its_cache(monkeypatch, count_cycles, draft_len, exact):
+    """Nothing is written beyond it, by the cycle launched too many either."""
+    model = EarlyExitModel.from_target(readable_early("llama", max_position_embeddings=1024).base, [4])
+    for end in range(SMALLEST_TIER - 24, SMALLEST_TIER - 4, 3):
+        ids = torch.tensor([prompt_of(end - 12)])
+        settings = {"max_new_tokens": 12, "draft_len": draft_len, "exact": exact}
+        made = model.generate(ids, **settings).sequences
+        assert torch.equal(made, model.generate(ids, draft="off", **settings).sequences)
+    assert 2 * SMALLEST_TIER in {held.cache.capacity for held in model.engine._held.values()}
+
+
+def test_a_text_in_inference_mode_does_not_spoil_later_ones(model, monkeypatch, count_cycles):
+    with torch.inference_mode():
+        inside = model.generate(PROMPT, max_new_tokens=20, exit="trained").sequences
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=20, exit="trained").sequences, inside)
+
+
+def test_a_second_text_at_once_is_decoded_plainly(model, monkeypatch, count_cycles):
+    """Two generations of one kind, step by step in turn: each says what it says alone."""
+    expected = both(model, monkeypatch, exit="trained")[1].sequences[0].tolist()
+    states = [model.prepare(PROMPT, max_new_tokens=30, exit="trained") for _ in range(2)]
+    texts = [decode(model.target, drafter, state) for drafter, state in states]
+    for _ in zip_longest(*texts):
+        pass
+    assert [state.tokens for _, state in states] == [expected, expected]
+    assert [state.cache.capacity == SMALLEST_TIER for _, state in states] == [True, False]
+    assert not any(cycles.is_in_use for cycles in model.engine._held.values())
+
+
+def test_weights_that_moved_are_noticed(model, monkeypatch, count_cycles):
+    before = model.generate(PROMPT, max_new_tokens=20).sequences
+    held = list(model.engine._held.values())
+    weight = model.base.model.layers[0].self_attn.q_proj.weight
+    monkeypatch.setattr(weight, "data", weight.data.clone())
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=20).sequences, before)
+    assert not set(held) & set(model.engine._held.values())
+
+
+def test_an_error_leaves_nothing_in_the_cache(model, monkeypatch, count_cycles):
+    """Not even values that are not finite, which the next text's masks would multiply by zero."""
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceCycle, "_keep", lambda cycle, *_: cycle.cache._keys[1].fill_(torch.nan))
+        with pytest.raises(NonFiniteLogitsError):
+            model.generate(PROMPT, max_new_tokens=20, exact=True, draft_len=3)
+    ours, theirs = both(model, monkeypatch, exact=True, draft_len=3)
+    assert torch.equal(ours.sequences, theirs.sequences)
+
+
+def test_a_rule_that_is_no_window_is_left_to_plain_calls(model, monkeypatch, count_cycles, caplog):
+    model.engine._held.clear()
+    monkeypatch.setattr("selfspec.layer_calls.sliding_window", lambda *_: None)
+    ours, theirs = both(model, monkeypatch, draft_len=1, exact=True)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert not count_cycles
+    model.engine._refused.clear()
 
 
 def test_a_text_through_the_gpus_kernels_under_the_interpreter(monkeypatch, count_cycles, quick_interpreter):

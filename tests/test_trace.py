@@ -155,6 +155,13 @@ def test_a_cycle_cut_by_a_stop_keeps_what_was_emitted(model):
         trace_page.render(found, "hi", Tokenizer())
 
 
+def test_opinions_are_the_rows_own_where_an_engine_could_run(model, monkeypatch):
+    """It would not look at single rows: what is recorded goes through the loop."""
+    expected = traced(model, draft="off").cycles
+    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
+    assert traced(model, draft="off").cycles == expected
+
+
 def test_without_drafting_all_is_plain(model):
     found = traced(model, draft="off")
     assert found.fates == {"plain": NUM_TOKENS}

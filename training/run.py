@@ -136,7 +136,8 @@ def train_on_rows(
     choosing, judging = halve(held_out, config.eval_tokens)
     torch.manual_seed(config.seed)  # the same start in every process, whatever each has done before
     adapter = build_adapter(target, exit_config, torch.float32)
-    if begun is not None and begun.adapter is not None:
+    if begun is not None:
+        assert begun.adapter is not None  # it was loaded
         adapter.load_state_dict(begun.adapter.state_dict())
     elif config.start == "borrowed":
         start_from_ridge(target, adapter, exit_config, states, choosing, config.ridge, config.ridge_tokens)
@@ -201,7 +202,7 @@ def train_on_rows(
 
 
 def load_start(target: Target, config: TrainConfig) -> ExitHead | None:
-    """The trained exit that ``config`` goes on from, None where it begins anew.
+    """The trained exit that ``config`` goes on from, with its drafted vocabulary; None where it begins anew.
 
     Raises ValueError where it has another shape than the settings say, OSError where it cannot be had.
     """
