@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.progress import track
 
 from selfspec.cli_options import Device, Dtype, mistakes_in_one_line
 from selfspec.files import check_writable, write_atomically
+
+if TYPE_CHECKING:
+    import torch
 
 
 def kernels(
@@ -53,6 +56,21 @@ def _compile(quick: bool, output: Path | None) -> list[str]:
     return failures
 
 
+def _where(output: Path, device: str | None, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
+    """Device and dtype to time on; ``output`` is there and can be written."""
+    import torch
+
+    from selfspec.pretrained import resolve_dtype, usable_device
+
+    place = torch.device(usable_device(device))
+    output.mkdir(parents=True, exist_ok=True)
+    check_writable(output / "results.json")
+    kind = resolve_dtype(dtype, place)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"dtype {dtype!r}; choose one of bfloat16, float16, float32")
+    return place, kind
+
+
 def bench_kernels(
     output: Annotated[Path, typer.Option(help="Folder of results.json and roofline.png.")] = Path("runs/bench-kernels"),
     device: Device = None,
@@ -60,19 +78,11 @@ def bench_kernels(
 ) -> None:
     """Check the attention kernel, then time it against others and the memory's speed."""
     with mistakes_in_one_line():
-        import torch
-
         from selfspec.eval import bench_kernels as bench
         from selfspec.eval.kernel_report import bench_table, plot_roofline, ratios
-        from selfspec.pretrained import resolve_dtype, usable_device
         from selfspec.provenance import provenance
 
-        place = torch.device(usable_device(device))
-        output.mkdir(parents=True, exist_ok=True)
-        check_writable(output / "results.json")
-        kind = resolve_dtype(dtype, place)
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"dtype {dtype!r}; choose one of bfloat16, float16, float32")
+        place, kind = _where(output, device, dtype)
         found = list(track(bench.run(place, kind), "checking, then timing", total=None,
                            console=Console(stderr=True)))  # fmt: skip
         rows = [line for line in found if "us" in line]
@@ -94,19 +104,11 @@ def bench_engine(
 ) -> None:
     """Check the engine's texts, then time plain decoding, drafts, verification and whole cycles."""
     with mistakes_in_one_line():
-        import torch
-
         from selfspec.eval import bench_engine as bench
         from selfspec.eval.tasks import load_questions
-        from selfspec.pretrained import resolve_dtype, usable_device
         from selfspec.provenance import provenance
 
-        place = torch.device(usable_device(device))
-        output.mkdir(parents=True, exist_ok=True)
-        check_writable(output / "results.json")
-        kind = resolve_dtype(dtype, place)
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"dtype {dtype!r}; choose one of bfloat16, float16, float32")
+        place, kind = _where(output, device, dtype)
         turns = [question.turns[0] for question in load_questions("quick", limit=1)]
         found = list(track(bench.run(place, kind, turns), "checking, then timing", total=None,
                            console=Console(stderr=True)))  # fmt: skip

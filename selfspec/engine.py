@@ -68,9 +68,7 @@ class Engine:
         self.target, self.mode = target, mode
         self._held: OrderedDict[Key, Cycles] = OrderedDict()
         self._refused: dict[Key, str] = {}  # why their steps could not be captured
-        self._addresses: dict[
-            ExitHead | None, list[int]
-        ] = {}  # of the weights, base and exits, which graphs know by heart
+        self._addresses: dict[ExitHead | None, list[int]] = {}  # of the weights of base and exits, known by graphs
         self._told: set[str] = set()
 
     def cycles(self, drafter: Drafter, state: DecodeState) -> "Cycles | None":
@@ -124,8 +122,9 @@ class Engine:
         draft_len, stop, width = 0, 0.0, state.cache.width
         if isinstance(drafter, ChainDrafter):
             draft_len, stop = drafter.draft_len, drafter.min_confidence
-        # the cycle launched too many begins up to draft_len behind the end, and its last step has a pass's rows again
-        needed = state.max_length + 2 * draft_len + max(width or 0, draft_len + 1) + 1  # and a slot to spare
+        # the cycle launched too many begins up to draft_len behind the end, and its last step has a pass's rows again;
+        # in exact mode by the width, which a text without drafts has too: the same room, hence the same bits
+        needed = state.max_length + 3 * (width or draft_len + 1) + 1  # and a slot to spare
         capacity = max(SMALLEST_TIER, 1 << (needed - 1).bit_length())
         is_inference = torch.is_inference_mode_enabled()
         return Key(drafter.exit_head, draft_len, stop, state.sampling, width, capacity, is_captured, is_inference)

@@ -105,9 +105,9 @@ def target_of(family: str, dtype: torch.dtype = torch.float32) -> Target:
 
 
 @functools.cache
-def shallow_target_of(family: str, dtype: torch.dtype = torch.float32) -> Target:
+def shallow_target_of(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Target:
     """A target whose layers from the third on say little, so that an untrained exit is right about half of the time."""
-    target = Target(build_model(family, dtype))
+    target = Target(build_model(family, dtype, **overrides))
     with torch.no_grad():
         for layer in target.layers[2:]:
             for name, parameter in layer.named_parameters():
