@@ -19,7 +19,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import EarlyExitModel
-from selfspec.cache import KVCache
 from selfspec.drafter import DRAFTERS, ChainDrafter
 from selfspec.exit_module import ExitConfig, build_adapter
 from selfspec.exits import ExitHead
@@ -217,25 +216,6 @@ def test_left_padding_changes_nothing_but_the_padding(model):
     mask = (torch.arange(17) >= 5).long()[None]
     out = model.generate(padded, attention_mask=mask, max_new_tokens=24)
     assert out.sequences[0].tolist() == [0] * 5 + transformers_text(model)
-
-
-@pytest.mark.parametrize("message", ["DefaultCPUAllocator: can't allocate memory", None])
-def test_no_room_is_said_in_one_line_and_leaves_the_model_usable(model, monkeypatch, message):
-    """Batch, length and a remedy; other errors of torch stay what they are."""
-    error = torch.OutOfMemoryError("CUDA out of memory\n at length") if message is None else RuntimeError(message)
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "tensors", fail)
-        with pytest.raises(MemoryError, match=r"batch of 1 and 12 of 20 tokens.*lower max_new_tokens") as caught:
-            model.generate(PROMPT, max_new_tokens=8)
-        assert "\n" not in str(caught.value)
-        error = RuntimeError("something else")
-        with pytest.raises(RuntimeError, match="something else"):
-            model.generate(PROMPT, max_new_tokens=8)
-    assert model.generate(PROMPT, max_new_tokens=24).sequences[0].tolist() == transformers_text(model)
 
 
 def test_without_exits_the_model_decodes_plainly_and_says_what_drafting_needs():
