@@ -15,7 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from . import cpu_math as cm
-from .cpu_dot import BLOCK, LANES, MAX_ROWS
+from .cpu_dot import BLOCK, LANES, MAX_ROWS, MIXED, WIDE
 from .cpu_layers import call, compiled, num_threads, thread_number
 
 MAX_LINES = 64  # of a group; with more, matrix products are quicker
@@ -56,7 +56,7 @@ def _attend(a: Any, sequence: int, group: int, scores: int) -> None:
     for t in range(0, longest, BLOCK):
         for line in range(0, lines, MAX_ROWS):
             cm.dots(q + 4 * line * width, keys + element * (begin + t) * width, scores + 4 * (line * longest + t),
-                    width, longest, min(lines - line, MAX_ROWS), is_wide)  # fmt: skip
+                    width, longest, min(lines - line, MAX_ROWS), WIDE if is_wide else MIXED)  # fmt: skip
     s, sees, scale = cm.floats(scores), cm.octets(mask), cm.floats(a[SCALE])[0]
     for line in range(lines):
         seen, at = (line % rows) * slots + begin, line * longest

@@ -6,45 +6,68 @@
 w and v stream from memory once for all rows, so up to six rows cost hardly more than one. Every sum is made in one
 order, whatever R is (16 running sums over k, folded in a fixed tree; one sum over t), so a row's result does not depend
 on the rows beside it: that is what makes exact decoding free on a CPU. bfloat16 is widened on the way, never copied.
+
+Where the CPU multiplies pairs of bfloat16 (AVX512-BF16), x comes as bfloat16 too, and five rows cost what one costs:
+an instruction does two products and two sums for each of 16 lanes, so that memory, not arithmetic, sets the pace.
 """
 
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16  # running sums; K must be a multiple
 BLOCK = 8  # weight rows at once
 MAX_ROWS = 6  # rows of x at once: as many sums as a CPU has registers for
-AHEAD = 2048  # bytes of the weight asked for in advance
+MIXED, WIDE, PAIRS = range(3)  # x and weight: float32 and bfloat16, both float32, both bfloat16
+AHEAD = {MIXED: 2048, WIDE: 2048, PAIRS: 8192}  # bytes of the weight asked for in advance
+STEP = {MIXED: LANES, WIDE: LANES, PAIRS: 2 * LANES}  # of k; K must be a multiple
+_is_host = config.CPU_NAME is None and config.CPU_FEATURES is None  # numba compiles for this very machine
+HAS_PAIRS = bool(_is_host and llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_SUMS, _HALF, _SHORTS = ir.VectorType(_F32, LANES), ir.VectorType(_F32, 8), ir.VectorType(_I16, LANES)
-_WORDS = ir.VectorType(_I32, LANES)
+_SUMS, _SHORTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
+
+
+class _BFloat16(ir.types.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_PAIRED, _PAIRED_BITS = ir.VectorType(_BFloat16(), 2 * LANES), ir.VectorType(_I16, 2 * LANES)
 
 
 @intrinsic
 def dot_block(
-    typing_context: Any, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, num_rows: Any, is_wide: Any
+    typing_context: Any, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, num_rows: Any, kind: Any
 ) -> Any:
-    """y[r * stride + j] for the addresses x (float32 [R, K]), weight ([8, K]) and y (float32).
+    """y[r * stride + j] for the addresses x ([R, K]), weight ([8, K]) and y (float32).
 
-    ``num_rows`` (1 to 6) and ``is_wide`` (1: the weight is float32, 0: bfloat16) are literals.
+    ``num_rows`` (1 to 6) and ``kind`` (MIXED, WIDE or PAIRS: the dtypes of x and weight) are literals.
     """
     del typing_context
-    if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(is_wide, types.IntegerLiteral):
+    if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(kind, types.IntegerLiteral):
         return None
-    rows, wide = num_rows.literal_value, bool(is_wide.literal_value)
+    rows, dtypes = num_rows.literal_value, kind.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
         x, weight, y, num_inputs, stride = args[:5]
-        _emit(builder, x, weight, y, num_inputs, stride, rows, wide)
+        _emit(builder, x, weight, y, num_inputs, stride, rows, dtypes)
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(address, address, address, types.int64, types.int64, num_rows, is_wide), codegen
+    return types.void(address, address, address, types.int64, types.int64, num_rows, kind), codegen
 
 
 @intrinsic
@@ -81,7 +104,7 @@ def _emit_sum(
     t = b.phi(_I64)
     t.add_incoming(_I64(0), before)
     sums = [b.phi(_SUMS) for _ in range(rows)]
-    v = _widened(b, b.gep(values, [b.mul(t, width)]), wide)
+    v = _streamed(b, b.gep(values, [b.mul(t, width)]), WIDE if wide else MIXED)
     spread = ir.Constant(_WORDS, [0] * LANES)
     for r, held in enumerate(sums):
         weight = b.load(b.gep(p, [b.add(t, b.mul(p_stride, _I64(r)))]))
@@ -97,11 +120,9 @@ def _emit_sum(
         b.store(held.incomings[1][0], b.bitcast(place, _SUMS.as_pointer()), align=4)
 
 
-def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, rows: int, wide: bool) -> None:
-    element = _F32 if wide else _I16
-    x, y = b.inttoptr(x, _F32.as_pointer()), b.inttoptr(y, _F32.as_pointer())
-    weight = b.inttoptr(weight, element.as_pointer())
-    held = cgutils.alloca_once(b, _HALF, size=BLOCK * rows)
+def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, rows: int, kind: int) -> None:
+    x = b.inttoptr(x, (_I16 if kind == PAIRS else _F32).as_pointer())
+    y, weight = b.inttoptr(y, _F32.as_pointer()), b.inttoptr(weight, (_F32 if kind == WIDE else _I16).as_pointer())
     zero = ir.Constant(_SUMS, [0.0] * LANES)
     before, outer = b.block, b.append_basic_block("weight_row")
     inner, folded, done = b.append_basic_block("k"), b.append_basic_block("fold"), b.append_basic_block("done")
@@ -117,42 +138,50 @@ def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride:
     k = b.phi(_I64)
     k.add_incoming(_I64(0), outer)
     sums = [b.phi(_SUMS) for _ in range(rows)]
-    w = _widened(b, b.gep(row, [k]), wide)
+    w = _streamed(b, b.gep(row, [k]), kind)
     for r, held_sum in enumerate(sums):
         place = b.gep(x, [b.add(k, b.mul(num_inputs, _I64(r)))])
         held_sum.add_incoming(zero, outer)
-        held_sum.add_incoming(_fma(b, w, b.load(b.bitcast(place, _SUMS.as_pointer()), align=4), held_sum), inner)
-    after = b.add(k, _I64(LANES))
+        if kind == PAIRS:
+            held_sum.add_incoming(_add_pairs(b, w, _load_pairs(b, place), held_sum), inner)
+        else:
+            held_sum.add_incoming(_fma(b, w, b.load(b.bitcast(place, _SUMS.as_pointer()), align=4), held_sum), inner)
+    after = b.add(k, _I64(STEP[kind]))
     k.add_incoming(after, inner)
     b.cbranch(b.icmp_unsigned("<", after, num_inputs), inner, folded)
 
     b.position_at_end(folded)
     for r, held_sum in enumerate(sums):
-        total = held_sum.incomings[1][0]
-        b.store(b.fadd(_pick(b, total, zero, range(8)), _pick(b, total, zero, range(8, 16))),
-                b.gep(held, [b.add(j, _I64(BLOCK * r))]))  # fmt: skip
+        b.store(_folded(b, held_sum.incomings[1][0]), b.gep(y, [b.add(j, b.mul(stride, _I64(r)))]))
     following = b.add(j, _I64(1))
     j.add_incoming(following, folded)
     b.cbranch(b.icmp_unsigned("<", following, _I64(BLOCK)), outer, done)
-
     b.position_at_end(done)
-    for r in range(rows):
-        parts = [b.load(b.gep(held, [_I64(BLOCK * r + i)])) for i in range(BLOCK)]
-        out = b.bitcast(b.gep(y, [b.mul(stride, _I64(r))]), _HALF.as_pointer())
-        b.store(_transposed_sum(b, parts), out, align=4)
 
 
-def _widened(b: ir.IRBuilder, place: Any, wide: bool) -> Any:
-    """16 weights as float32, those 2 kB further on their way into the cache."""
+def _streamed(b: ir.IRBuilder, place: Any, kind: int) -> Any:
+    """16 weights as float32, or 32 in bfloat16; those some kB further on their way into the cache."""
     prefetch_type = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), _I32, _I32, _I32])
     prefetch = cgutils.get_or_insert_function(b.module, prefetch_type, "llvm.prefetch.p0")
-    for line in range(2 if wide else 1):  # of 64 bytes
-        ahead = b.gep(place, [_I64((AHEAD + 64 * line) // (4 if wide else 2))])
+    for line in range(2 if kind == WIDE else 1):  # of 64 bytes
+        ahead = b.gep(place, [_I64((AHEAD[kind] + 64 * line) // (4 if kind == WIDE else 2))])
         b.call(prefetch, [b.bitcast(ahead, ir.IntType(8).as_pointer()), _I32(0), _I32(3), _I32(1)])
-    if wide:
+    if kind == PAIRS:
+        return _load_pairs(b, place)
+    if kind == WIDE:
         return b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
     shorts = b.load(b.bitcast(place, _SHORTS.as_pointer()), align=2)
     return b.bitcast(b.shl(b.zext(shorts, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _SUMS)
+
+
+def _load_pairs(b: ir.IRBuilder, place: Any) -> Any:
+    return b.bitcast(b.load(b.bitcast(place, _PAIRED_BITS.as_pointer()), align=2), _PAIRED)
+
+
+def _add_pairs(b: ir.IRBuilder, w: Any, x: Any, total: Any) -> Any:
+    """total[i] + w[2 i] x[2 i] + w[2 i + 1] x[2 i + 1]."""
+    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRED, _PAIRED])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"), [total, w, x])
 
 
 def _fma(b: ir.IRBuilder, a: Any, c: Any, total: Any) -> Any:
@@ -165,14 +194,10 @@ def _pick(b: ir.IRBuilder, first: Any, second: Any, lanes: Any) -> Any:
     return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, len(picked)), picked))
 
 
-def _transposed_sum(b: ir.IRBuilder, parts: list[Any]) -> Any:
-    """Eight vectors of eight lanes -> the eight sums, each over its lanes in the same tree."""
-
-    def pairs(first: Any, second: Any) -> Any:
-        evens = _pick(b, first, second, (0, 2, 8, 10, 4, 6, 12, 14))
-        return b.fadd(evens, _pick(b, first, second, (1, 3, 9, 11, 5, 7, 13, 15)))
-
-    twos = [pairs(parts[i], parts[i + 1]) for i in range(0, BLOCK, 2)]
-    low, high = pairs(twos[0], twos[1]), pairs(twos[2], twos[3])  # lanes 0-3 sum the lower halves, 4-7 the upper
-    lower = _pick(b, low, high, (0, 1, 2, 3, 8, 9, 10, 11))
-    return b.fadd(lower, _pick(b, low, high, (4, 5, 6, 7, 12, 13, 14, 15)))
+def _folded(b: ir.IRBuilder, total: Any) -> Any:
+    """The sum of all lanes, halves added to halves."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        total = b.fadd(_pick(b, total, total, range(width)), _pick(b, total, total, range(width, 2 * width)))
+    return b.extract_element(total, _I32(0))

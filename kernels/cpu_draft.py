@@ -38,10 +38,10 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-NUM_WORDS = 31
+NUM_WORDS = 33
 (TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS, TOKENS,
  LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES, CONFIDENCE,
- CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS) = range(NUM_WORDS)  # fmt: skip
+ CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS, PACKED, PACKED_SIZE) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -66,6 +66,12 @@ def _widen(table: int, place: int, y: int, count: int, is_wide: int) -> None:
         short, made = cm.shorts(table + 2 * place), cm.floats(y)
         for i in range(count):
             made[i] = cm.widened(short[i])
+
+
+@njit
+def _packed(d: Any, thread: int) -> int:
+    """A thread's room for the inputs of a product."""
+    return d[PACKED] + thread * d[PACKED_SIZE]
 
 
 @njit
@@ -117,7 +123,7 @@ def _run_block(d: Any, a: Any, step: int, thread: int) -> None:
     inputs, num_inputs = (d[AGAIN], 2 * size) if is_again else (tap if step else d[INPUTS], d[NUM_INPUTS])
     begin, end = cm.share(size, thread, team)
     bridge = cm.words(d[MAPS] + 16 * step)
-    cm.product(inputs, bridge[0], b[HIDDEN], rows, num_inputs, size, begin, end, size, is_wide)
+    cm.product(inputs, bridge[0], b[HIDDEN], rows, num_inputs, size, begin, end, size, is_wide, _packed(d, thread))
     cm.settle(b[HIDDEN], bridge[1], rows, begin, end, size, is_wide)
     wait(team)
     _run_blocks(b, thread)
@@ -131,7 +137,8 @@ def _draw(d: Any, a: Any, step: int, thread: int) -> None:
     """The most probable token behind the normed state of ``step``; it is kept."""
     size, is_wide, team, num_vocab = a[SIZE], a[IS_WIDE], a[NUM_THREADS], d[NUM_VOCAB]
     begin, end = cm.share(num_vocab, thread, team)
-    cm.product(d[NORMED] + 4 * thread * size, d[VOCAB], d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide)
+    normed, room = d[NORMED] + 4 * thread * size, _packed(d, thread)
+    cm.product(normed, d[VOCAB], d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide, room)
     cm.settle(d[LOGITS], 0, 1, begin, end, 0, is_wide)
     wait(team)
     if thread == 0:
@@ -155,17 +162,18 @@ def _run_rows(d: Any, a: Any, thread: int) -> None:
         cm.copy(a[HIDDEN], tap, size)
     wait(team)
     begin, end = cm.share(size, thread, team)
+    room = _packed(d, thread)
     for step in range(count):
         bridge, rows = cm.words(d[MAPS] + 16 * step), 1 if step else last + 1
         x, y = tap if step else d[INPUTS], b[HIDDEN] + (4 * (last + step) * size if step else 0)
-        cm.product(x, bridge[0], y, rows, num_inputs, size, begin, end, size, is_wide)
+        cm.product(x, bridge[0], y, rows, num_inputs, size, begin, end, size, is_wide, room)
         cm.settle(y, bridge[1], rows, begin, end, size, is_wide)
     wait(team)
     _run_blocks(b, thread)
     normed, num_vocab = d[NORMED] + 4 * thread * count * size, d[NUM_VOCAB]
     cm.norm(b[HIDDEN] + 4 * last * size, d[NORM], normed, count, size, cm.floats(b[SCALARS])[1], is_wide)
     begin, end = cm.share(num_vocab, thread, team)
-    cm.product(normed, d[VOCAB], d[LOGITS], count, size, num_vocab, begin, end, num_vocab, is_wide)
+    cm.product(normed, d[VOCAB], d[LOGITS], count, size, num_vocab, begin, end, num_vocab, is_wide, room)
     cm.settle(d[LOGITS], 0, count, begin, end, num_vocab, is_wide)
     wait(team)
 
@@ -195,7 +203,7 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
         logits = d[LOGITS] + 4 * step * num_vocab
         if step and rank:
             _widen(d[BEFORE], place * rank, own, rank, is_wide)
-            cm.product(own, d[AFTER], d[BIASES], 1, rank, num_vocab, begin, end, 0, is_wide)
+            cm.product(own, d[AFTER], d[BIASES], 1, rank, num_vocab, begin, end, 0, is_wide, _packed(d, thread))
             cm.settle(d[BIASES], 0, 1, begin, end, 0, is_wide)
             values, biases = cm.floats(logits), cm.floats(d[BIASES])
             for i in range(begin, end):
@@ -293,6 +301,8 @@ class DraftCall:
         self._taps, self._logits = torch.empty(1, draft_len + 1, size), torch.empty(rows, num_vocab)
         self._normed, self._inputs = torch.empty(threads, rows, size), torch.empty(0, num_inputs)
         self._room, self._biases = torch.empty(threads, max(rank, 1)), torch.empty(num_vocab if rank else 0)
+        self._packed = torch.empty(0, dtype=torch.bfloat16)  # the most inputs that a product has, a thread
+        self._num_packed = max(num_inputs, 2 * size, rank)  # a row
         self._again = torch.empty(2 * size) if head.is_recursive and not head.is_one_pass else None
         self._tokens, self._tops = np.zeros(draft_len + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
         self._trunks = np.zeros(draft_len, dtype=np.int64)
@@ -322,7 +332,10 @@ class DraftCall:
         """Room for the bridge's inputs, [rows, (1 + n) D] in float32; the tap's part of the last row is filled in."""
         if len(self._inputs) < rows:
             self._inputs = torch.empty(rows, self.num_inputs)
-            self._record[INPUTS] = self._inputs.data_ptr()
+            count = max(rows, self.draft_len) * self._num_packed
+            self._packed = torch.empty(self.threads, count, dtype=torch.bfloat16)
+            self._record[INPUTS], self._record[PACKED] = self._inputs.data_ptr(), self._packed.data_ptr()
+            self._record[PACKED_SIZE] = 2 * count
         return self._inputs[:rows]
 
     def __call__(

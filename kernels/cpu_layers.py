@@ -26,7 +26,7 @@ from numba import cfunc, njit, types
 from torch import Tensor
 
 from . import cpu_math as cm
-from .cpu_dot import BLOCK, LANES, MAX_ROWS
+from .cpu_dot import BLOCK, LANES, MAX_ROWS, PAIRS
 
 # the words of a call: sizes and addresses (0: none)
 NUM_WORDS = 27
@@ -50,7 +50,7 @@ def wait(team: int) -> None:
 
 
 @njit
-def _project(a: Any, w: Any, normed: int, qkv: int, thread: int) -> None:
+def _project(a: Any, w: Any, normed: int, qkv: int, room: int, thread: int) -> None:
     """A thread's share of q, k and v of all rows, side by side: [R, (H + 2 G) W]."""
     rows, size, is_wide, team = a[NUM_ROWS], a[SIZE], a[IS_WIDE], a[NUM_THREADS]
     num_q, num_k = a[HEADS] * a[HEAD_WIDTH], a[GROUPS] * a[HEAD_WIDTH]
@@ -61,7 +61,7 @@ def _project(a: Any, w: Any, normed: int, qkv: int, thread: int) -> None:
         (w[V], w[V_BIAS], num_q + num_k, num_k),
     ):
         begin, end = cm.share(count, thread, team)
-        cm.product(normed, weight, qkv + 4 * place, rows, size, count, begin, end, stride, is_wide)
+        cm.product(normed, weight, qkv + 4 * place, rows, size, count, begin, end, stride, is_wide, room)
         cm.settle(qkv + 4 * place, bias, rows, begin, end, stride, is_wide)
 
 
@@ -96,10 +96,14 @@ def _attend(a: Any, q: int, made: int, scores: int, keys: int, values: int, long
     rows, first, width, is_wide = a[NUM_ROWS], a[FIRST], a[HEAD_WIDTH], a[IS_WIDE_CACHE]
     lines, element = a[HEADS] // a[GROUPS] * rows, 4 if is_wide else 2
     sees, s, out, scale = cm.octets(a[ANCESTORS]), cm.floats(scores), cm.floats(made), cm.floats(a[SCALARS])[0]
+    kind, wide = cm.kind_of(width, is_wide), 4
+    if kind == PAIRS:
+        cm.pack(q, made, lines * width)  # nothing is made yet
+        q, wide = made, 2
     for t in range(0, first + rows, BLOCK):
         for line in range(0, lines, MAX_ROWS):
-            cm.dots(q + 4 * line * width, keys + element * t * width, scores + 4 * (line * longest + t), width, longest,
-                    min(lines - line, MAX_ROWS), is_wide)  # fmt: skip
+            cm.dots(q + wide * line * width, keys + element * t * width, scores + 4 * (line * longest + t), width,
+                    longest, min(lines - line, MAX_ROWS), kind)  # fmt: skip
     for line in range(lines):
         row, begin = line % rows, line * longest
         count = begin + first
@@ -150,6 +154,12 @@ def _attention(a: Any, w: Any, qkv: int, attended: int, private: int, group: int
 
 
 @njit
+def widest(a: Any) -> int:
+    """The most inputs that a product of a call has."""
+    return max(a[SIZE], a[MLP_WIDTH], a[HEADS] * a[HEAD_WIDTH])
+
+
+@njit
 def run_layer(a: Any, w: Any, thread: int) -> None:
     """One thread's part of one layer; ``a`` are the words of the call, ``w`` those of the layer."""
     rows, size, mlp, hidden, is_wide, team = a[NUM_ROWS], a[SIZE], a[MLP_WIDTH], a[HIDDEN], a[IS_WIDE], a[NUM_THREADS]
@@ -159,30 +169,31 @@ def run_layer(a: Any, w: Any, thread: int) -> None:
     attended = qkv + 4 * rows * (num_q + 2 * a[GROUPS] * a[HEAD_WIDTH])
     made = attended + 4 * rows * num_q
     active = made + 4 * rows * max(2 * mlp, size)
-    # this thread's own: normed states, and what `_attention` needs
-    normed = a[PRIVATE] + thread * a[PRIVATE_SIZE]
+    # this thread's own: the inputs of a product, normed states, and what `_attention` needs
+    room = a[PRIVATE] + thread * a[PRIVATE_SIZE]
+    normed = room + 2 * rows * widest(a)
     own = normed + 4 * rows * size
 
     cm.norm(hidden, w[NORM_1], normed, rows, size, eps, is_wide)
-    _project(a, w, normed, qkv, thread)
+    _project(a, w, normed, qkv, room, thread)
     wait(team)
     for group in range(thread, a[GROUPS], team):
         _rotate_and_keep(a, w, qkv, group)
         _attention(a, w, qkv, attended, own, group)
     wait(team)
     begin, end = cm.share(size, thread, team)
-    cm.product(attended, w[OUT], made, rows, num_q, size, begin, end, size, is_wide)
+    cm.product(attended, w[OUT], made, rows, num_q, size, begin, end, size, is_wide, room)
     cm.settle(made, w[OUT_BIAS], rows, begin, end, size, is_wide)
     cm.add(hidden, made, rows, begin, end, size, is_wide)
     wait(team)
     cm.norm(hidden, w[NORM_2], normed, rows, size, eps, is_wide)
     begin, end = cm.share(mlp, thread, team)
-    cm.product(normed, w[GATE], made, rows, size, mlp, begin, end, 2 * mlp, is_wide)
-    cm.product(normed, w[UP], made + 4 * mlp, rows, size, mlp, begin, end, 2 * mlp, is_wide)
+    cm.product(normed, w[GATE], made, rows, size, mlp, begin, end, 2 * mlp, is_wide, room)
+    cm.product(normed, w[UP], made + 4 * mlp, rows, size, mlp, begin, end, 2 * mlp, is_wide, room)
     cm.activate(made, active, rows, begin, end, mlp, is_wide)
     wait(team)
     begin, end = cm.share(size, thread, team)
-    cm.product(active, w[DOWN], made, rows, mlp, size, begin, end, size, is_wide)
+    cm.product(active, w[DOWN], made, rows, mlp, size, begin, end, size, is_wide, room)
     cm.add(hidden, made, rows, begin, end, size, is_wide)
     wait(team)
 
@@ -225,10 +236,11 @@ def _run_layers(call: int) -> None:
         if note and thread == 0:  # the next layer changes nothing before this thread has come to its first barrier
             cm.copy(a[HIDDEN], note, rows * size)
     if a[VOCAB]:
-        normed, count = a[PRIVATE] + thread * a[PRIVATE_SIZE], a[NUM_VOCAB]
+        room, count = a[PRIVATE] + thread * a[PRIVATE_SIZE], a[NUM_VOCAB]
+        normed = room + 2 * rows * widest(a)
         cm.norm(a[HIDDEN], a[FINAL_NORM], normed, rows, size, cm.floats(a[SCALARS])[1], a[IS_WIDE])
         begin, end = cm.share(count, thread, team)
-        cm.product(normed, a[VOCAB], a[LOGITS], rows, size, count, begin, end, count, a[IS_WIDE])
+        cm.product(normed, a[VOCAB], a[LOGITS], rows, size, count, begin, end, count, a[IS_WIDE], room)
         cm.settle(a[LOGITS], 0, rows, begin, end, count, a[IS_WIDE])
 
 
@@ -236,8 +248,9 @@ def _run_layers(call: int) -> None:
 def _run_linear(call: int) -> None:
     a = cm.words(call)
     x, weight, bias, y, rows, size, count, is_wide, team = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
-    begin, end = cm.share(count, thread_number() if team > 1 else 0, team)
-    cm.product(x, weight, y, rows, size, count, begin, end, count, is_wide)
+    thread = thread_number() if team > 1 else 0
+    begin, end = cm.share(count, thread, team)
+    cm.product(x, weight, y, rows, size, count, begin, end, count, is_wide, a[9] + 2 * thread * rows * size)
     cm.settle(y, bias, rows, begin, end, count, is_wide)
 
 
@@ -266,10 +279,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [..., R, I] times ``weight`` [O, I] transposed, plus ``bias`` [O], in their dtype: [..., R, O]."""
     (count, size), threads = weight.shape, num_threads()
     wide, added = x.float().contiguous(), None if bias is None else bias.float()
-    y = torch.empty(*x.shape[:-1], count)
+    y, room = torch.empty(*x.shape[:-1], count), torch.empty(threads, x.numel(), dtype=torch.bfloat16)
     record = np.array([
         wide.data_ptr(), weight.data_ptr(), 0 if added is None else added.data_ptr(), y.data_ptr(),
-        x.numel() // size, size, count, weight.dtype == torch.float32, threads,
+        x.numel() // size, size, count, weight.dtype == torch.float32, threads, room.data_ptr(),
     ], dtype=np.int64)  # fmt: skip
     call(_run_linear, record.ctypes.data, threads)
     return y.to(x.dtype)
@@ -317,7 +330,9 @@ class LayerCall:
         heads, groups, width, size = shape.num_heads, shape.num_kv_heads, shape.head_width, shape.hidden_size
         self.rows, self.threads = rows, num_threads()
         shared = rows * (2 * (heads + groups) * width + 3 * max(shape.mlp_width, size))
-        private = rows * size + rows * heads // groups * (2 * width + capacity + BLOCK)
+        private = rows * max(size, shape.mlp_width, heads * width) // 2 + rows * size
+        private += rows * heads // groups * (2 * width + capacity + BLOCK)
+        private = -(-private // LANES) * LANES  # each thread's begins where a line of the processor's cache does
         self._states, self._shared = torch.empty(1, rows, size), torch.empty(shared)
         self._private, self._places = torch.empty(self.threads, private), np.zeros(rows, dtype=np.int64)
         self._scalars = np.array([shape.scale, shape.eps], dtype=np.float32)

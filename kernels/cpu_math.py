@@ -11,9 +11,10 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .cpu_dot import BLOCK, MAX_ROWS, dot_block, sum_block
+from .cpu_dot import BLOCK, HAS_PAIRS, MAX_ROWS, MIXED, PAIRS, STEP, WIDE, dot_block, sum_block
 
 FAST = {"reassoc", "contract", "nsz"}
+PAIR_STEP = STEP[PAIRS]
 
 
 def _pointer_to(kind: Any) -> Any:
@@ -31,7 +32,7 @@ def _pointer_to(kind: Any) -> Any:
 
 
 floats, shorts, words = _pointer_to(types.float32), _pointer_to(types.uint16), _pointer_to(types.int64)
-octets = _pointer_to(types.uint8)
+octets, words_of_32 = _pointer_to(types.uint8), _pointer_to(types.uint32)
 
 
 @intrinsic
@@ -64,7 +65,7 @@ def rounded(x: Any, is_wide: Any) -> Any:
 def exp(x: Any) -> Any:
     """e^x for x <= 88 in float32, to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else np.float32(x)  # NaN stays NaN
-    n = np.float32(math.floor(x * np.float32(1.4426950408889634) + np.float32(0.5)))
+    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)
@@ -84,49 +85,80 @@ def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
     return begin * BLOCK, min(end * BLOCK, count)
 
 
-@njit
-def dots(x: int, w: int, y: int, size: int, stride: int, rows: int, is_wide: int) -> None:
-    """`dot_block` for 1 to 6 rows of either dtype."""
-    stay_apart()
-    if is_wide:
+def _dots_of(kind: int) -> Any:
+    """`dot_block` for 1 to 6 rows."""
+
+    @njit
+    def dots(x: int, w: int, y: int, size: int, stride: int, rows: int) -> None:
+        stay_apart()
         if rows == 1:
-            dot_block(x, w, y, size, stride, 1, 1)
+            dot_block(x, w, y, size, stride, 1, kind)
         elif rows == 2:
-            dot_block(x, w, y, size, stride, 2, 1)
+            dot_block(x, w, y, size, stride, 2, kind)
         elif rows == 3:
-            dot_block(x, w, y, size, stride, 3, 1)
+            dot_block(x, w, y, size, stride, 3, kind)
         elif rows == 4:
-            dot_block(x, w, y, size, stride, 4, 1)
+            dot_block(x, w, y, size, stride, 4, kind)
         elif rows == 5:
-            dot_block(x, w, y, size, stride, 5, 1)
+            dot_block(x, w, y, size, stride, 5, kind)
         else:
-            dot_block(x, w, y, size, stride, 6, 1)
-    elif rows == 1:
-        dot_block(x, w, y, size, stride, 1, 0)
-    elif rows == 2:
-        dot_block(x, w, y, size, stride, 2, 0)
-    elif rows == 3:
-        dot_block(x, w, y, size, stride, 3, 0)
-    elif rows == 4:
-        dot_block(x, w, y, size, stride, 4, 0)
-    elif rows == 5:
-        dot_block(x, w, y, size, stride, 5, 0)
+            dot_block(x, w, y, size, stride, 6, kind)
+
+    return dots
+
+
+_mixed_dots, _wide_dots = _dots_of(MIXED), _dots_of(WIDE)
+_paired_dots = _dots_of(PAIRS) if HAS_PAIRS else _mixed_dots  # the latter is never called
+
+
+@njit
+def dots(x: int, w: int, y: int, size: int, stride: int, rows: int, kind: int) -> None:
+    """y[r * stride + j] = x[r] . w[j], j = 0 .. 7, for 1 to 6 rows of dtypes ``kind``."""
+    if kind == PAIRS:
+        _paired_dots(x, w, y, size, stride, rows)
+    elif kind == WIDE:
+        _wide_dots(x, w, y, size, stride, rows)
     else:
-        dot_block(x, w, y, size, stride, 6, 0)
+        _mixed_dots(x, w, y, size, stride, rows)
+
+
+@njit
+def kind_of(size: int, is_wide: int) -> int:
+    """How products over ``size`` inputs are made: `pack` comes before them where this is PAIRS."""
+    if is_wide:
+        return WIDE
+    return PAIRS if HAS_PAIRS and size % PAIR_STEP == 0 else MIXED
+
+
+@njit
+def pack(x: int, room: int, count: int) -> None:
+    """``count`` values that bfloat16 holds, from float32 to their upper halves."""
+    stay_apart()
+    values, made = words_of_32(x), shorts(room)
+    for i in range(count):
+        made[i] = values[i] >> np.uint32(16)
 
 
 @njit
 def product(
-    x: int, weight: int, y: int, rows: int, size: int, count: int, begin: int, end: int, stride: int, is_wide: int
-) -> None:
-    """y[r, o] = x[r] . weight[o] for the outputs [begin, end) of ``count``, in float32, not rounded."""
+    x: int, weight: int, y: int, rows: int, size: int, count: int, begin: int, end: int, stride: int, is_wide: int,
+    room: int,
+) -> None:  # fmt: skip
+    """y[r, o] = x[r] . weight[o] for the outputs [begin, end) of ``count``, in float32, not rounded.
+
+    ``room`` holds rows * size numbers of two bytes, this thread's own.
+    """
     stay_apart()
-    width = 4 if is_wide else 2
+    kind, wide = kind_of(size, is_wide), 4 if is_wide else 2
+    element = 4
+    if kind == PAIRS:
+        pack(x, room, rows * size)
+        x, element = room, 2
     for o in range(begin, end, BLOCK):
         place = min(o, count - BLOCK)  # the last block of an odd count makes some outputs twice
         for r in range(0, rows, MAX_ROWS):
-            dots(x + 4 * r * size, weight + width * place * size, y + 4 * (r * stride + place), size, stride,
-                 min(rows - r, MAX_ROWS), is_wide)  # fmt: skip
+            dots(x + element * r * size, weight + wide * place * size, y + 4 * (r * stride + place), size, stride,
+                 min(rows - r, MAX_ROWS), kind)  # fmt: skip
 
 
 @njit(fastmath=FAST)
@@ -153,7 +185,7 @@ def add(hidden: int, y: int, rows: int, begin: int, end: int, size: int, is_wide
             h[o] = rounded(h[o] + rounded(made[o], is_wide), is_wide)
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model="numpy")
 def norm(x: int, weight: int, y: int, rows: int, size: int, eps: float, is_wide: int) -> None:
     """y = x / sqrt(mean(x^2) + eps) * weight, row by row."""
     stay_apart()
@@ -237,13 +269,20 @@ def add_slot(y: int, weight: float, values: int, width: int, is_wide_cache: int)
         made[i] += weight * (wide[i] if is_wide_cache else widened(short[i]))
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST | {"nnan"})  # with NaN among them anything may come out, which makes the softmax NaN all the same
+def _largest(values: int, count: int) -> float:
+    v = floats(values)
+    top = v[0]
+    for t in range(1, count):
+        top = max(top, v[t])
+    return top
+
+
+@njit(fastmath=FAST, error_model="numpy")
 def softmax(scores: int, count: int) -> None:
     """In place, of one line."""
     s = floats(scores)
-    top = s[0]
-    for t in range(1, count):
-        top = max(top, s[t])
+    top = _largest(scores, count)
     total = np.float32(0)
     for t in range(count):
         s[t] = exp(s[t] - top)
@@ -253,7 +292,7 @@ def softmax(scores: int, count: int) -> None:
         s[t] *= inverse
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model="numpy")  # a test for a zero divisor would keep the loop scalar
 def activate(made: int, active: int, rows: int, begin: int, end: int, mlp: int, is_wide: int) -> None:
     """silu(gate) * up, from gate and up side by side in ``made``."""
     stay_apart()
