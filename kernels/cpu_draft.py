@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import cpu_math as cm
 from .cpu_layers import (
+    ANCESTORS,
     FIRST,
     HIDDEN,
     IS_WIDE,
@@ -38,10 +39,11 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-NUM_WORDS = 33
-(TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS, TOKENS,
- LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES, CONFIDENCE,
- CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS, PACKED, PACKED_SIZE) = range(NUM_WORDS)  # fmt: skip
+NUM_WORDS = 40
+(TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS,
+ TOKENS, LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES,
+ CONFIDENCE, CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS, PACKED, PACKED_SIZE, END_IDS, NUM_END_IDS, WIDTH, LEAST,
+ BRANCHES, NUM_BRANCHES, SEES) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -55,6 +57,66 @@ def _argmax(values: Any, count: int, tops: Any, place: int) -> int:
             best, top = i, values[i]
     tops[place] = top if is_sound else np.float32(np.nan)
     return best
+
+
+@njit
+def _is_end(d: Any, token: int) -> bool:
+    """Whether ``token`` ends the text."""
+    found = False
+    for i in range(d[NUM_END_IDS]):
+        found = found or cm.words(d[END_IDS])[i] == token
+    return found
+
+
+@njit
+def _branch(d: Any, logits: int, count: int, best: int, step: int) -> None:
+    """Note the siblings of the token at ``best``: at most WIDTH - 1, the likeliest first, each with a chance >= LEAST.
+
+    One stands in BRANCHES as the step and its place among the drafted tokens.
+    """
+    values, found, begin = cm.floats(logits), cm.words(d[BRANCHES]), d[NUM_BRANCHES]
+    floor, end = cm.worth(logits, count, values[best], cm.floats(d[LEAST])[0]), begin
+    for place in range(count):
+        if values[place] >= floor and place != best:
+            at = end
+            while at > begin and values[found[2 * at - 1]] < values[place]:
+                at -= 1
+            if at - begin < d[WIDTH] - 1:
+                end = min(end + 1, begin + d[WIDTH] - 1)
+                for i in range(end - 1, at, -1):
+                    found[2 * i + 1] = found[2 * i - 1]
+                found[2 * at], found[2 * at + 1] = step, place
+    for i in range(begin, end):
+        found[2 * i] = step
+    d[NUM_BRANCHES] = end
+
+
+@njit
+def _run_tree(d: Any, thread: int) -> None:
+    """The first layers on the last token and all drafted ones, the chain and then its siblings; their taps are kept."""
+    count, branches = d[NUM_DRAWN], d[NUM_BRANCHES]
+    rows = 1 + count + branches
+    a = cm.words(cm.words(d[TRUNKS])[rows - 1])
+    size = a[SIZE]
+    if thread == 0:
+        a[ANCESTORS] = d[SEES]
+        tokens, sees, found = cm.words(d[TOKENS]), cm.octets(d[SEES]), cm.words(d[BRANCHES])
+        for r in range(rows):
+            depth = r
+            if r > count:
+                depth = found[2 * (r - count - 1)] + 1
+                place = found[2 * (r - count - 1) + 1]
+                tokens[r] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place
+            for c in range(rows):
+                sees[r * rows + c] = c == r or c < min(depth, count + 1)
+            _widen(d[EMBEDDING], tokens[r] * size, a[HIDDEN] + 4 * r * size, size, a[IS_WIDE])
+            cm.words(a[POSITIONS])[r] = min(d[POSITION] + depth, d[LAST_POSITION])
+        a[FIRST] = d[POSITION]
+    wait(a[NUM_THREADS])
+    for number in range(a[NUM_LAYERS]):
+        run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+    if thread == 0:
+        cm.copy(a[HIDDEN], d[TAPS], rows * size)
 
 
 @njit
@@ -145,6 +207,8 @@ def _draw(d: Any, a: Any, step: int, thread: int) -> None:
         best = _argmax(cm.floats(d[LOGITS]), num_vocab, cm.floats(d[TOPS]), step)
         cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[best] if d[VOCAB_IDS] else best
         d[NUM_DRAWN] = step + 1
+        if d[WIDTH] > 1:
+            _branch(d, d[LOGITS], num_vocab, best, step)
     wait(team)
 
 
@@ -213,7 +277,11 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
         if thread == 0:
             cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place
             d[NUM_DRAWN] = step + 1
+            if d[WIDTH] > 1:
+                _branch(d, logits, num_vocab, place, step)
         wait(team)
+        if _is_end(d, cm.words(d[TOKENS])[step + 1]):
+            break
 
 
 @compiled
@@ -225,7 +293,9 @@ def _run_one_pass(address: int) -> None:
     _run_rows(d, a, thread)
     _draw_rows(d, a, thread)
     wait(a[NUM_THREADS])
-    if d[NUM_DRAWN]:
+    if d[NUM_BRANCHES]:
+        _run_tree(d, thread)
+    elif d[NUM_DRAWN]:
         _run_trunk(d, cm.words(cm.words(d[TRUNKS])[d[NUM_DRAWN] - 1]), 1, thread)
     wait(a[NUM_THREADS])
 
@@ -244,9 +314,13 @@ def _run_steps(address: int) -> None:
             if survival < cm.floats(d[CHANCE])[1]:
                 break
         _draw(d, a, step, thread)
+        if _is_end(d, cm.words(d[TOKENS])[step + 1]):
+            break
     wait(a[NUM_THREADS])
     count = d[NUM_DRAWN]
-    if d[AGAIN] == 0 and count == d[NUM_DRAFTS]:
+    if d[NUM_BRANCHES]:
+        _run_tree(d, thread)
+    elif d[AGAIN] == 0 and count == d[NUM_STEPS]:
         _run_trunk(d, a, count, thread)  # the last draft's tap, which buys the bonus token
     elif d[AGAIN] != 0 and count:
         _run_trunk(d, cm.words(cm.words(d[TRUNKS])[count - 1]), 1, thread)
@@ -278,19 +352,24 @@ class DraftHead:
 class Drafted:
     """What a call made."""
 
-    tokens: list[int]  # K of them
-    tops: list[float]  # the largest logit of each, NaN where one was
-    taps: Tensor  # [1, K + 1, D], which the next call overwrites
+    tokens: list[int]  # a chain of K, then the siblings
+    tops: list[float]  # the largest logit of each of the chain, NaN where one was
+    siblings: list[int]  # the row that each hangs on
+    taps: Tensor  # [1, 1 + tokens, D], which the next call overwrites
     num_steps: int  # of the block, one more than tokens where it stopped before drawing
 
 
 class DraftCall:
     """A head and the room that drafts of at most ``draft_len`` tokens need.
 
-    A draft ends before a token with which all drafts would stand with less than ``min_confidence``.
+    A draft ends before a token with which all drafts would stand with less than ``min_confidence``, and behind one of
+    ``end_ids``. Beside each token stand at most ``draft_width`` - 1 siblings of a chance of ``min_branch`` or more.
     """
 
-    def __init__(self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0, draft_width: int = 1,
+        min_branch: float = 0.0, end_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         (num_vocab, size), num_inputs = head.vocabulary.shape, head.maps[0][0].shape[1]
         self.num_inputs, self.threads, self.draft_len = num_inputs, threads, draft_len
         self._head, self._function = head, _run_one_pass if head.is_one_pass else _run_steps
@@ -298,14 +377,17 @@ class DraftCall:
         steps = [head.maps[min(step, len(head.maps) - 1)] for step in range(draft_len)]
         self._maps = np.array([[w.data_ptr(), b.data_ptr()] for w, b in steps], dtype=np.int64)
         rows = draft_len if head.is_one_pass else 1
-        self._taps, self._logits = torch.empty(1, draft_len + 1, size), torch.empty(rows, num_vocab)
+        most = draft_len * draft_width
+        self._taps, self._logits = torch.empty(1, most + 1, size), torch.empty(rows, num_vocab)
         self._normed, self._inputs = torch.empty(threads, rows, size), torch.empty(0, num_inputs)
         self._room, self._biases = torch.empty(threads, max(rank, 1)), torch.empty(num_vocab if rank else 0)
         self._packed = torch.empty(0, dtype=torch.bfloat16)  # the most inputs that a product has, a thread
         self._num_packed = max(num_inputs, 2 * size, rank)  # a row
         self._again = torch.empty(2 * size) if head.is_recursive and not head.is_one_pass else None
-        self._tokens, self._tops = np.zeros(draft_len + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
-        self._trunks = np.zeros(draft_len, dtype=np.int64)
+        self._tokens, self._tops = np.zeros(most + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
+        self._trunks, self._branches = np.zeros(most + 1, dtype=np.int64), np.zeros(2 * most, dtype=np.int64)
+        self._sees = np.zeros((most + 1, most + 1), dtype=np.uint8)
+        self._end_ids, self._least = np.array(sorted(end_ids), dtype=np.int64), np.array([min_branch], dtype=np.float32)
         self._record = np.zeros(NUM_WORDS, dtype=np.int64)
         for word, tensor in {
             EMBEDDING: head.embedding, NORM: head.norm, VOCAB: head.vocabulary, VOCAB_IDS: head.vocab_ids,
@@ -314,11 +396,13 @@ class DraftCall:
         }.items():  # fmt: skip
             self._record[word] = 0 if tensor is None else tensor.data_ptr()
         arrays: dict[int, np.ndarray] = {
-            MAPS: self._maps, TOKENS: self._tokens, TOPS: self._tops, TRUNKS: self._trunks,
+            MAPS: self._maps, TOKENS: self._tokens, TOPS: self._tops, TRUNKS: self._trunks, END_IDS: self._end_ids,
+            LEAST: self._least, BRANCHES: self._branches, SEES: self._sees,
         }  # fmt: skip
         for word, array in arrays.items():
             self._record[word] = array.ctypes.data
         self._record[NUM_INPUTS], self._record[NUM_VOCAB], self._record[RANK] = num_inputs, num_vocab, rank
+        self._record[WIDTH], self._record[NUM_END_IDS] = draft_width, len(self._end_ids)
         if head.correction is not None:
             self._record[BEFORE], self._record[AFTER] = (table.data_ptr() for table in head.correction)
         if head.confidence is not None and min_confidence > 0:
@@ -344,14 +428,16 @@ class DraftCall:
     ) -> Drafted:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
-        A chain takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; a draft from one pass one block of M
-        + K - 1 rows, others two, of M rows and of one.
+        A chain without siblings takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; a draft from one
+        pass one block of M + K - 1 rows, others two, of M rows and of one.
         """
         record = self._record
         self._trunks[: len(trunks)] = [trunk.address for trunk in trunks]
         record[BLOCK_FIRST], record[BLOCK_NEXT] = blocks[0].address, blocks[-1].address
         record[NUM_DRAFTS], record[POSITION], record[SEEN] = num_drafts, position, seen
-        record[LAST_POSITION], record[NUM_DRAWN], self._tokens[0] = last_position, 0, token
+        record[LAST_POSITION], record[NUM_DRAWN], record[NUM_BRANCHES], self._tokens[0] = last_position, 0, 0, token
         call(self._function, self._address, self.threads)
-        count, tokens = int(record[NUM_DRAWN]), self._tokens[1:].tolist()
-        return Drafted(tokens[:count], self._tops[:count].tolist(), self._taps[:, : count + 1], int(record[NUM_STEPS]))
+        count, branches = int(record[NUM_DRAWN]), int(record[NUM_BRANCHES])
+        rows, siblings = 1 + count + branches, self._branches[: 2 * branches : 2].tolist()
+        tokens, tops = self._tokens[1:rows].tolist(), self._tops[:count].tolist()
+        return Drafted(tokens, tops, siblings, self._taps[:, :rows], int(record[NUM_STEPS]))

@@ -279,6 +279,15 @@ def _largest(values: int, count: int) -> float:
 
 
 @njit(fastmath=FAST, error_model="numpy")
+def worth(logits: int, count: int, top: float, chance: float) -> float:
+    """The logit that stands for ``chance``, where the largest is ``top``."""
+    values, total = floats(logits), np.float32(0)
+    for i in range(count):
+        total += exp(values[i] - top)
+    return top + np.float32(math.log(np.float32(chance) * total))
+
+
+@njit(fastmath=FAST, error_model="numpy")
 def softmax(scores: int, count: int) -> None:
     """In place, of one line."""
     s = floats(scores)

@@ -7,7 +7,6 @@ and nothing is recomputed. Exit heads keep their own keys and values in further 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from selfspec.kernels import dispatch
@@ -102,13 +101,13 @@ class KVCache:
         Row ``path[i]`` of the pass that began at slot ``first`` becomes slot ``first + i``; a chain's path is 0, 1, 2,
         ... and moves nothing.
         """
-        if path == list(range(len(path))):
-            return
-        for layer in layers:
+        moved = [
+            (first + i, first + row) for i, row in enumerate(path) if row != i
+        ]  # rising: none is overwritten early
+        for layer in layers if moved else ():
             for tensor in (self._keys[layer], self._values[layer]):
-                if tensor is not None:
-                    rows = torch.tensor([first + row for row in path], device=tensor.device)
-                    tensor[:, :, first : first + len(path)] = tensor.index_select(2, rows)
+                for slot, source in moved if tensor is not None else ():
+                    tensor[:, :, slot] = tensor[:, :, source]
 
     def spread(self, pads: Tensor) -> None:
         """Go on with as many sequences as there are ``pads`` [B], each beginning, behind its padding, with what the one

@@ -18,6 +18,7 @@ from selfspec.cli_options import (
     Device,
     Draft,
     DraftLen,
+    DraftWidth,
     Dtype,
     Exact,
     ExitName,
@@ -67,6 +68,7 @@ def generate(
     seed: Seed = None,
     draft_len: DraftLen = None,
     min_confidence: MinConfidence = None,
+    draft_width: DraftWidth = None,
     draft: Annotated[Draft | None, typer.Option(help="Form of drafting; off is ordinary decoding.")] = None,
     acceptance: AcceptanceRule = Acceptance.coupled,
     exact: Exact = None,
@@ -87,8 +89,8 @@ def generate(
         loaded = cli_generate.load(model, revision, parse_exits(exits), dtype, device, allow_base_mismatch)
         request = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-            "draft_len": draft_len, "min_confidence": min_confidence, "draft": draft and draft.value,
-            "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
+            "draft_len": draft_len, "min_confidence": min_confidence, "draft_width": draft_width,
+            "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
         cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))

@@ -65,6 +65,7 @@ DraftLen = Annotated[int | None, typer.Option(help="Largest number of drafted to
 MinConfidence = Annotated[
     float | None, typer.Option(help="Draft no further below this chance that all drafts stand; 0 is off.")
 ]
+DraftWidth = Annotated[int | None, typer.Option(help="Candidates a draft step; 1 drafts a chain, more a tree.")]
 AcceptanceRule = Annotated[Acceptance, typer.Option(help="Acceptance rule when sampling.")]
 Exact = Annotated[
     bool | None, typer.Option("--exact/--no-exact", help="Bit-exact mode (L3); default: on in bf16 and fp16.")

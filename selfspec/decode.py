@@ -133,6 +133,9 @@ class DecodeState:
     def _keep(self, scored: "Scored", rows: list[int]) -> None:
         """Keep the pass's accepted ``rows``, in the cache and as input for the exit's block."""
         first = scored.first
+        # the block has run over the chain, of which what stands of a tree is the beginning
+        num_alike = next((i for i, row in enumerate(rows) if row != i), len(rows))
+        self.cache.rollback(first + num_alike, scored.head_slots)
         self.cache.compact(first, rows, range(len(self.cache.lengths)))
         self.cache.rollback(first + len(rows))
         if scored.taps is None:
@@ -155,6 +158,7 @@ class Scored:
     first: int  # position of row 0
     taps: Tensor | None  # [1, K + 1, D], states at the exit layer
     recalls: Tensor | None  # [1, K + 1, nD], deep states that a later draft recalls
+    head_slots: range = range(0)  # layers of the cache that belong to the exit's blocks
 
 
 def score(target: Target, state: DecodeState, draft: Draft, exit_head: ExitHead | None) -> Scored:
@@ -199,7 +203,8 @@ def _run(
     if exit_head is None:
         return Scored(logits, first, None, None)
     recalls = [states[layer] for layer in exit_head.recall_layers]
-    return Scored(logits, first, states[exit_head.exit_layer], torch.cat(recalls, dim=-1) if recalls else None)
+    recalled = torch.cat(recalls, dim=-1) if recalls else None
+    return Scored(logits, first, states[exit_head.exit_layer], recalled, exit_head.slots(target))
 
 
 def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:

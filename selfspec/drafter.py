@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.exits import ExitHead
 from selfspec.fused_draft import FusedDraft
+from selfspec.masks import tree_shape
 from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
 from selfspec.stats import DecodeStats
 from selfspec.target import Target
@@ -42,11 +43,12 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Guess:
-    """One drafted token."""
+    """One drafted token, and what else might stand in its place."""
 
     token: int
     logits: Tensor  # [V_d], the exit's own
     probs: Tensor | None  # [V_d], q as drawn from; None is one-hot at the token
+    siblings: tuple[int, ...] = ()  # further tokens, the likeliest first
 
 
 class NoDrafter:
@@ -89,14 +91,18 @@ class ChainDrafter:
 
     ``draft_len`` is the largest number of drafts k, ``min_confidence`` the probability that all drafts so far and the
     next one are accepted below which no further token is drawn (decided before the token is drawn, so that a drawn
-    token is always judged).
+    token is always judged). With a ``draft_width`` w > 1 up to w - 1 siblings stand beside each token, leaves of a tree
+    whose trunk is the chain: those that the exit gives a chance worth a row of the verify pass (Medusa's and EAGLE's
+    trees, Cai et al. 2024, Li et al. 2024, cut to one level behind the chain).
     """
 
     is_stepwise = False  # a subclass that looks at single steps says so
 
-    def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0, draft_width: int = 1
+    ) -> None:
         self.target, self.exit_head = target, exit_head
-        self.draft_len, self.min_confidence = draft_len, min_confidence
+        self.draft_len, self.min_confidence, self.draft_width = draft_len, min_confidence, draft_width
         self.is_broken = False  # the exit's logits were not finite: no more drafts
         self.pace = Pace(exit_head.config.min_accepted)
         self._fused: FusedDraft | None = None
@@ -110,6 +116,7 @@ class ChainDrafter:
         if whole is not None:
             return whole
         tokens: list[int] = []
+        siblings: list[tuple[int, int]] = []  # the row that each hangs on, and its token
         probs: list[Tensor] = []
         taps = [self._run_trunk(state, state.tokens[-1:], 0)]
         steps = self._steps(state, tokens, taps, num_drafts)
@@ -121,18 +128,23 @@ class ChainDrafter:
             guess = self.guess(normed, state, tokens)
             if guess is None:
                 break
+            siblings += [(len(tokens), token) for token in guess.siblings]
             tokens.append(guess.token)
             if state.rule == "rejection" and not state.sampling.is_greedy:
                 assert guess.probs is not None
                 probs.append(self.exit_head.widen(guess.probs, self.target.vocab_size))
             if tokens[-1] in state.eos_ids:
                 break
+        parents = [*range(len(tokens)), *(row for row, _ in siblings)]
         num_taps = sum(tap.shape[1] for tap in taps)
-        if num_taps <= len(tokens):  # the last one buys the bonus token
+        if siblings:
+            tokens += [token for _, token in siblings]
+            taps = [self._run_tree(state, tokens, [0, *parents])]
+        elif num_taps <= len(tokens):  # the last one buys the bonus token
             taps.append(self._run_trunk(state, tokens[num_taps - 1 :], num_taps))
         return Draft(
             tokens=torch.tensor([tokens], dtype=torch.long, device=state.device),
-            parents=torch.arange(len(tokens), device=state.device)[None],
+            parents=torch.tensor([parents], dtype=torch.long, device=state.device),
             probs=torch.stack(probs)[None] if probs else None,
             taps=torch.cat(taps, dim=1),
         )
@@ -149,7 +161,9 @@ class ChainDrafter:
         if self.is_stepwise or not _is_plain_greedy(state, 0):
             return None
         if self._fused is None:
-            self._fused = FusedDraft(self.target, self.exit_head, self.draft_len, self.min_confidence)
+            self._fused = FusedDraft(
+                self.target, self.exit_head, self.draft_len, self.min_confidence, self.draft_width, state.eos_ids
+            )
         found = self._fused.draft(state, num_drafts)
         if found is None:
             return None
@@ -163,13 +177,37 @@ class ChainDrafter:
         if self.is_broken:
             return None
         if _is_plain_greedy(state, len(drafted)):
-            return Guess(self.exit_head.token_at(int(argmax(logits))), logits, None)
+            place = int(argmax(logits))
+            return Guess(self.exit_head.token_at(place), logits, None, self._siblings(logits, place))
         q = self._distribution(logits, state, drafted)
-        return Guess(self._draw(q, state, len(state.tokens) + len(drafted)), logits, q)
+        noise = self._noise(state, len(state.tokens) + len(drafted))
+        place = int(draw(q, noise))
+        # drawn by the rule `rejection` they would have to be judged by their own q each: there are none
+        shares = None if state.rule == "rejection" else q.log() if noise is None else (q / noise.log().neg()).log()
+        siblings = () if shares is None else self._siblings(shares, place)
+        return Guess(self.exit_head.token_at(place), logits, q, siblings)
+
+    def _siblings(self, logits: Tensor, place: int) -> tuple[int, ...]:
+        """The likeliest tokens by ``logits`` [V_d] but the one at ``place``, while each has a chance worth a row."""
+        if self.draft_width == 1:
+            return ()
+        found = logits.softmax(-1).topk(min(self.draft_width, len(logits)))
+        pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        least = self.exit_head.config.min_branch
+        tokens = [self.exit_head.token_at(i) for chance, i in pairs if i != place and chance >= least]
+        return tuple(tokens[: self.draft_width - 1])
 
     def _run_trunk(self, state: "DecodeState", tokens: Sequence[int], offset: int) -> Tensor:
         """Taps [1, R, D] of ``tokens``, the first of which lies ``offset`` behind the last emitted one."""
         return self.target.run_layers(self._embed(state, tokens, offset), 0, self.exit_head.exit_layer, state.cache)
+
+    def _run_tree(self, state: "DecodeState", tokens: Sequence[int], parents: list[int]) -> Tensor:
+        """Taps [1, K + 1, D] of the last emitted token and a tree of drafted ones behind it, all anew."""
+        first, depth = len(state.tokens) - 1, self.exit_head.exit_layer
+        state.cache.rollback(first, range(depth))
+        ids = torch.tensor([[state.tokens[-1], *tokens]], device=state.device)
+        hidden = self.target.embed(ids, first, tree_shape(tuple(parents), len(parents))[0])
+        return self.target.run_layers(hidden, 0, depth, state.cache, parents)
 
     def _embed(self, state: "DecodeState", tokens: Sequence[int], offset: int) -> Tensor:
         """Their input states, likewise."""
@@ -181,11 +219,10 @@ class ChainDrafter:
         prefix = self.exit_head.positions_of(state.prefix(drafted)) if state.sampling.repetition_penalty != 1 else None
         return logits_to_probs(logits[None], state.sampling, None if prefix is None else [prefix], forbidden)[0]
 
-    def _draw(self, q: Tensor, state: "DecodeState", position: int) -> int:
+    def _noise(self, state: "DecodeState", position: int) -> Tensor | None:
         stream = DRAFT_STREAM if state.rule == "rejection" else TARGET_STREAM  # coupled: guess with the same noise
         ids = self.exit_head.token_ids(self.target)
-        noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
-        return self.exit_head.token_at(int(draw(q, noise)))
+        return None if state.sampling.is_greedy else uniform(state.seed, stream, [position], ids)[0]
 
 
 class RecursiveDrafter(ChainDrafter):
@@ -236,8 +273,8 @@ def empty_draft(device: torch.device) -> Draft:
     return Draft(tokens=none, parents=none)
 
 
-# by name; each is built from (target, exit_head, draft_len, min_confidence)
-DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float], Drafter]] = {
+# by name; each is built from (target, exit_head, draft_len, min_confidence, draft_width)
+DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float, int], Drafter]] = {
     "chain": ChainDrafter,
     "recursive": RecursiveDrafter,
     "parallel": ParallelDrafter,

@@ -108,6 +108,8 @@ class Engine:
             return f"the acceptance rule {state.rule!r}"
         if state.processors or state.sampling.repetition_penalty != 1 or len(state.tokens) + 1 < state.min_length:
             return "settings that look at the text so far"
+        if getattr(drafter, "draft_width", 1) > 1:
+            return "a tree of drafts"
         if state.cache.width == 1:
             return "exact mode as the CPU's kernels have it"
         if self.target.device.type == "cuda" and self.target.device.index != torch.cuda.current_device():

@@ -50,6 +50,8 @@ class ExitConfig(BaseModel):
     lora_alpha: int = Field(default=64, ge=1)
     draft_len: int = Field(default=2, ge=0)  # k, chosen from measured costs
     min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
+    draft_width: int = Field(default=1, ge=1)  # candidates a step where a row more costs little: the draft is a tree
+    min_branch: float = Field(default=0.06, ge=0.0, le=1.0)  # chance below which none but the first is worth a row
     min_accepted: float = Field(default=0.05, ge=0.0)  # accepted drafts a cycle below which drafting pauses
 
     @field_validator("draft_vocab")

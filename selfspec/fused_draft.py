@@ -4,6 +4,7 @@ Shapes: R rows, D hidden, n recalled layers, K drafted tokens.
 """
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +22,18 @@ MAX_BACKLOG = 8  # rows that the block catches up on in one call; more of them, 
 
 
 class FusedDraft:
-    """Drafts at most ``draft_len`` tokens greedily for one text; ``min_confidence`` as in `ChainDrafter`."""
+    """Drafts greedily for one text, which ``eos_ids`` end; the other arguments as in `ChainDrafter`."""
 
-    def __init__(self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0) -> None:
-        self.target, self.exit_head = target, exit_head
+    def __init__(
+        self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float, draft_width: int,
+        eos_ids: Collection[int],
+    ) -> None:  # fmt: skip
+        self.target, self.exit_head, self.draft_width = target, exit_head, draft_width
         self.is_one_pass = exit_head.config.form == "parallel" or draft_len == 1
         self.is_recursive = exit_head.config.form == "recursive"
-        self._kernel = self._prepare(draft_len, min_confidence)
+        self._kernel = self._prepare(draft_len, min_confidence, eos_ids)
 
-    def _prepare(self, draft_len: int, min_confidence: float) -> Any:
+    def _prepare(self, draft_len: int, min_confidence: float, eos_ids: Collection[int]) -> Any:
         """The kernel with the head's weights; None where something is not as it expects."""
         target, head, kernels = self.target, self.exit_head, dispatch.cpu_kernels(self.target.device)
         if kernels is None or not head.blocks:
@@ -58,7 +62,9 @@ class FusedDraft:
             correction=tuple(t.detach() for t in tables) or None,
             confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
-        return module.DraftCall(parts, draft_len, kernels.num_threads(), min_confidence)
+        return module.DraftCall(
+            parts, draft_len, kernels.num_threads(), min_confidence, self.draft_width, head.config.min_branch, eos_ids
+        )
 
     def draft(self, state: "DecodeState", num_drafts: int) -> tuple[Draft, bool] | None:
         """At most ``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
@@ -76,8 +82,9 @@ class FusedDraft:
         trunk = block and target.fused.plan(target.layers[: head.exit_layer], like, shallow, cache, block)
         if trunk is None or block is None or trunk.call(1).threads != kernel.threads:
             return None
-        is_chain = not self.is_one_pass and not self.is_recursive
-        trunks = [trunk.call(n + 1) for n in range(1 if is_chain else num_drafts)]
+        is_chain, width = not self.is_one_pass and not self.is_recursive, self.draft_width
+        most = 1 + num_drafts * width if width > 1 else 1 if is_chain else num_drafts
+        trunks = [trunk.call(n + 1) for n in range(most)]
         blocks = [block.call(rows + num_drafts - 1)] if self.is_one_pass else [block.call(rows), block.call(1)]
         for call in (*trunks, *blocks):
             call.begin(dtype == torch.float32)
@@ -85,18 +92,18 @@ class FusedDraft:
         position, seen = cache.lengths[0], cache.lengths[slots.start]
         made = kernel(trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
         is_sound = [math.isfinite(top) for top in made.tops]
-        is_broken = not all(is_sound)
-        tokens = made.tokens[: is_sound.index(False)] if is_broken else made.tokens
-        ends = [i for i, token in enumerate(tokens) if token in state.eos_ids]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
+        is_broken, count = not all(is_sound), len(made.tops)
+        count = is_sound.index(False) if is_broken else count
+        tokens = made.tokens[:count] if is_broken else made.tokens
+        parents = [*range(count), *(made.siblings if not is_broken else ())]
         state.backlog = []
         cache.advance(shallow, len(tokens) + 1)
-        num_steps = made.num_steps if len(tokens) == len(made.tokens) else max(len(tokens), 1)
+        num_steps = max(count, 1) if is_broken else made.num_steps
         # rows of a parallel or recursive draft knew no tap of their own: they do not stay
         cache.advance(slots, rows + num_steps - 1 if is_chain else rows)
         draft = Draft(
             tokens=torch.tensor([tokens], dtype=torch.long),
-            parents=torch.arange(len(tokens))[None],
+            parents=torch.tensor([parents], dtype=torch.long),
             taps=made.taps[:, : len(tokens) + 1].to(dtype, copy=True),
         )
         return draft, is_broken

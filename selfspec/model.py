@@ -153,11 +153,12 @@ class EarlyExitModel:
         ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
         ...; a temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name)
         or ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn
-        where all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
-        ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``. Raises
-        ValueError for settings out of range, NotImplementedError for beams and several sequences a prompt, RuntimeError
-        when another generation is running on this model, NonFiniteLogitsError when the target's logits are NaN or
-        infinite, MemoryError where there is no room.
+        where all drafts and it stand with a smaller chance; ``draft_width``, candidates a step, of which the first goes
+        on; ``exact``, bit-exact mode (default: on in bf16 and fp16); ``acceptance`` "coupled" or "rejection"; ``seed``
+        (row i of a batch has seed + i) or ``generator``. Raises ValueError for settings out of range,
+        NotImplementedError for beams and several sequences a prompt, RuntimeError when another generation is running
+        on this model, NonFiniteLogitsError when the target's logits are NaN or infinite, MemoryError where there is no
+        room.
         """
         options = settings.DecodeOptions.from_kwargs(kwargs)
         prompts = settings.read_prompts(input_ids, attention_mask)
@@ -236,16 +237,16 @@ class EarlyExitModel:
         options: "settings.DecodeOptions",
     ) -> tuple[Drafter, DecodeState]:
         """From resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
-        drafter, draft_len = self._drafter(options)
         exact = is_exact_by_default(self.target.dtype) if options.exact is None else options.exact
-        width = self._exact_width(draft_len) if exact else None
+        drafter, num_drafts = self._drafter(options, exact)
+        width = self._exact_width(num_drafts) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
         head = drafter.exit_head
         num_slots = 1 if head is None else max(1, len(head.blocks))
         state = DecodeState(
             tokens=list(prompt.tokens),
-            cache=KVCache(self.target.num_layers + num_slots, max_length + (width or draft_len + 1), width),
+            cache=KVCache(self.target.num_layers + num_slots, max_length + (width or num_drafts + 1), width),
             max_length=max_length,
             vocab_size=self.target.vocab_size,
             device=self.target.device,
@@ -260,7 +261,8 @@ class EarlyExitModel:
         )
         return drafter, state
 
-    def _drafter(self, options: "settings.DecodeOptions") -> tuple[Drafter, int]:
+    def _drafter(self, options: "settings.DecodeOptions", exact: bool) -> tuple[Drafter, int]:
+        """The drafter, and how many tokens it drafts at most; switched off as many, for exact mode's sake."""
         head = self._exit(options)
         draft_len = options.draft_len
         if draft_len is None:
@@ -273,9 +275,10 @@ class EarlyExitModel:
             raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
         if draft_len < 0:
             raise ValueError(f"draft_len must be >= 0, got {draft_len}")
-        exact_width(draft_len)  # also refuses more rows than a verify pass takes
+        width = self._draft_width(options, head, exact)
+        exact_width(draft_len * width)  # also refuses more rows than a verify pass takes
         if kind == "off" or draft_len == 0:
-            return NoDrafter(), draft_len
+            return NoDrafter(), draft_len * width
         if head is None:
             raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
         if kind in FORMS and kind != form:
@@ -283,7 +286,19 @@ class EarlyExitModel:
         stop = head.config.min_confidence if options.min_confidence is None else options.min_confidence
         if not 0 <= stop <= 1:
             raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
-        return DRAFTERS[kind](self.target, head, draft_len, stop), draft_len
+        return DRAFTERS[kind](self.target, head, draft_len, stop, width), draft_len * width
+
+    def _draft_width(self, options: "settings.DecodeOptions", head: ExitHead | None, exact: bool) -> int:
+        """Candidates a step: the exit's own number where the CPU's kernels run, for which it was chosen, else one."""
+        self.target.notice_changes()
+        width, is_fused = options.draft_width, self.target.fused.is_in_use
+        if width is None:
+            return 1 if head is None or not is_fused else head.config.draft_width
+        if width < 1:
+            raise ValueError(f"draft_width must be >= 1, got {width}")
+        if width > 1 and exact and not is_fused:
+            raise ValueError(f"draft_width={width}: only chains are exact here; pass exact=False (--no-exact)")
+        return width
 
     def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
         if options.exit is not None:
@@ -313,6 +328,7 @@ class EarlyExitModel:
         exit_layer: int | None = None,
         draft_len: int | None = None,
         min_confidence: float | None = None,
+        draft_width: int | None = None,
         exact: bool | None = None,
         acceptance: str = "coupled",
         seed: int | None = None,
@@ -323,7 +339,9 @@ class EarlyExitModel:
             raise ValueError("custom_generate belongs to another model than the one generating")
         if generation_config is None:
             raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
-        options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed)
+        options = settings.DecodeOptions(
+            draft, exit, exit_layer, draft_len, min_confidence, draft_width, exact, acceptance, seed
+        )
         # not an argument by name: transformers would take it from the user's call as well as make it
         prompts = settings.read_prompts(input_ids, model_kwargs.get("attention_mask"))
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()

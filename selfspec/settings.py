@@ -64,6 +64,7 @@ class DecodeOptions:
     exit_layer: int | None = None
     draft_len: int | None = None
     min_confidence: float | None = None
+    draft_width: int | None = None
     exact: bool | None = None
     acceptance: str = "coupled"
     seed: int | None = None

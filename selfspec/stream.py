@@ -45,6 +45,7 @@ class Stream(Iterator[Emission]):
             "exit": None if head is None else head.name,
             "draft_len": getattr(drafter, "draft_len", 0),
             "min_confidence": getattr(drafter, "min_confidence", 0.0),
+            "draft_width": getattr(drafter, "draft_width", 1),
             "exact": state.cache.width is not None,
             "acceptance": state.rule,
             "seed": state.seed,
