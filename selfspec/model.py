@@ -246,7 +246,7 @@ class EarlyExitModel:
         num_slots = 1 if head is None else max(1, len(head.blocks))
         state = DecodeState(
             tokens=list(prompt.tokens),
-            cache=KVCache(self.target.num_layers + num_slots, max_length + (width or num_drafts + 1), width),
+            cache=KVCache(self.target.num_layers + num_slots, max_length + max(width or 1, num_drafts + 1), width),
             max_length=max_length,
             vocab_size=self.target.vocab_size,
             device=self.target.device,

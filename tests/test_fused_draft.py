@@ -85,9 +85,9 @@ FORMS = pytest.mark.parametrize("config", [{}, RECURSIVE, PARALLEL], ids=["chain
 
 def run(
     kind: type[Watched], target: Target, head: ExitHead, draft_len: int, num_prompt: int = 9, stop: float = 0.0,
-    **settings: object,
+    width: int = 1, **settings: object,
 ):  # fmt: skip
-    drafter = KINDS[head.config.form][kind](target, head, draft_len, stop)
+    drafter = KINDS[head.config.form][kind](target, head, draft_len, stop, width)
     state = new_state(target, prompt_of(num_prompt, vocab_size=192), 40, **settings)
     list(decode(target, drafter, state))
     return drafter, state
@@ -133,6 +133,22 @@ def test_a_draft_stops_where_it_is_not_sure(draft_len, stop, config, monkeypatch
     assert state.tokens == expected.tokens
     assert [(t, n) for t, _, n in ours.seen] == [(t, n) for t, _, n in theirs.seen]
     assert len({len(tokens) for tokens, _, _ in ours.seen}) > 1
+
+
+@FORMS
+@pytest.mark.parametrize(("draft_len", "width", "stop"), [(1, 2, 0.0), (1, 4, 0.0), (3, 3, 0.0), (3, 3, 0.2)])
+def test_the_same_siblings(draft_len, width, stop, config):
+    """Trees too: the same tokens in the same order, taps and lengths, also in text that ends."""
+    target, head = exit_of(**config)
+    plain, _ = run(Watched, target, head, draft_len, width=width)
+    end = plain.seen[3][0][0]
+    for eos_ids in (frozenset(), frozenset({end})):
+        ours, state = run(Watched, target, head, draft_len, stop=stop, width=width, eos_ids=eos_ids)
+        theirs, expected = run(Stepwise, target, head, draft_len, stop=stop, width=width, eos_ids=eos_ids)
+        assert state.tokens == expected.tokens
+        assert [(t, n) for t, _, n in ours.seen] == [(t, n) for t, _, n in theirs.seen]
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(ours.seen, theirs.seen, strict=True))
+    assert any(len(tokens) > draft_len for tokens, _, _ in plain.seen)
 
 
 @FORMS
