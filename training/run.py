@@ -136,13 +136,14 @@ def train_on_rows(
     choosing, judging = halve(held_out, config.eval_tokens)
     torch.manual_seed(config.seed)  # the same start in every process, whatever each has done before
     adapter = build_adapter(target, exit_config, torch.float32)
+    if config.start == "random":
+        start_from_chance(adapter, config.seed)
+    elif begun is None or grown(begun.config, exit_config):
+        start_from_ridge(target, adapter, exit_config, states, choosing, config.ridge, config.ridge_tokens)
     if begun is not None:
         assert begun.adapter is not None  # it was loaded
-        adapter.load_state_dict(begun.adapter.state_dict())
-    elif config.start == "borrowed":
-        start_from_ridge(target, adapter, exit_config, states, choosing, config.ridge, config.ridge_tokens)
-    else:
-        start_from_chance(adapter, config.seed)
+        own, had = adapter.state_dict(), begun.adapter.state_dict()
+        adapter.load_state_dict({name: had.get(name, tensor) for name, tensor in own.items()})
     student = Student(target, adapter, exit_config)
     summary: dict[str, Any] = {
         "config": config.model_dump(mode="json"),
@@ -204,7 +205,8 @@ def train_on_rows(
 def load_start(target: Target, config: TrainConfig) -> ExitHead | None:
     """The trained exit that ``config`` goes on from, with its drafted vocabulary; None where it begins anew.
 
-    Raises ValueError where it has another shape than the settings say, OSError where it cannot be had.
+    It may be made for another form or for fewer steps: what it has not yet starts from the closed form. Raises
+    ValueError where it has another shape than the settings say, OSError where it cannot be had.
     """
     if config.trained_start is None:
         return None
@@ -213,12 +215,24 @@ def load_start(target: Target, config: TrainConfig) -> ExitHead | None:
         raise ValueError(f"start: {config.trained_start} holds several exits, name one: {', '.join(found)}")
     (head,) = found.values()
     wanted, had = config.exit_config(target.num_layers, head.config.draft_vocab), head.config
-    chosen = {"draft_len", "min_confidence", "min_accepted"}  # after training
-    differing = [name for name in type(had).model_fields if getattr(wanted, name) != getattr(had, name)]
-    changed = [f"{name} {getattr(had, name)}, not {getattr(wanted, name)}" for name in differing if name not in chosen]
-    if changed:
+    chosen = {"draft_len", "min_confidence", "min_accepted", "draft_width", "min_branch"}  # after training
+    differing = set(_differing(had, wanted)) - chosen - grown(had, wanted)
+    if differing:
+        changed = (f"{name} {getattr(had, name)}, not {getattr(wanted, name)}" for name in sorted(differing))
         raise ValueError(f"start: {config.trained_start} has {'; '.join(changed)}")
     return head
+
+
+def grown(had: ExitConfig, wanted: ExitConfig) -> set[str]:
+    """In what an exit would be made larger, or made to draft otherwise; nothing where it would lose a part."""
+    loses = had.correction_rank > 0 and _differing(had, wanted, "correction", "correction_rank")
+    if wanted.num_steps < had.num_steps or wanted.num_maps < had.num_maps or loses:
+        return set()
+    return set(_differing(had, wanted, "form", "num_steps", "correction", "correction_rank"))
+
+
+def _differing(had: ExitConfig, wanted: ExitConfig, *among: str) -> list[str]:
+    return [name for name in among or type(had).model_fields if getattr(wanted, name) != getattr(had, name)]
 
 
 def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, adapter: PeftModel) -> ExitHead:
