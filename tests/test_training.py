@@ -108,7 +108,7 @@ def test_decoding_computes_the_training_graph(family: str, form: str) -> None:
         is_stepwise = True
 
         def guess(self, normed: torch.Tensor, state: DecodeState, drafted: list[int]) -> Guess:
-            before = drafted[-1] if drafted else None
+            before = torch.tensor(drafted[-1:]) if drafted else None
             position, logits = len(state.tokens) + len(drafted), self.exit_head.logits(target, normed, before)
             if not is_wrong & set(range(len(state.tokens), position)):
                 seen.append((position - 1, len(drafted) + 1, logits))
