@@ -18,10 +18,9 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from selfspec.cache import KVCache
-from selfspec.costs import interleave, random_prompt, timed, weight_share
+from selfspec.costs import at_one_place, device_cycle, interleave, random_prompt, timed, weight_share
 from selfspec.device_cycle import DeviceCycle
-from selfspec.device_steps import Held, Kind
+from selfspec.device_steps import Kind
 from selfspec.engine import capture
 from selfspec.eval.bench_kernels import copy_bandwidth
 from selfspec.eval.measure import Meter, Phases, Request
@@ -29,7 +28,6 @@ from selfspec.eval.peers import StaticCompiled, Transformers
 from selfspec.eval.plots import COLOURS, png
 from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel
-from selfspec.sampling import Sampling
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)  # rows of a verify pass
 DRAFT_LENS = (1, 2, 3, 5, 8)
@@ -95,14 +93,8 @@ class Bench:
     is_captured: bool
 
     def cycle(self, head: ExitHead | None, draft_len: int) -> DeviceCycle:
-        """A cycle at this context over a cache of its own; keys and values are zeros, which costs the same."""
-        target = self.model.target
-        cache = KVCache(target.num_layers + 1 + (0 if head is None else len(head.blocks)), self.context + 256)
-        kind = Kind(head, draft_len, 0.0, Sampling())
-        held = Held.of(target, kind)
-        for place in (held.first, held.seen, held.end):
-            place.fill_(self.context)
-        return DeviceCycle(target, kind, cache, held)
+        """A cycle at this context."""
+        return device_cycle(self.model.target, Kind(head, draft_len), self.context)
 
     def step(self, call: Callable[[], Any]) -> Callable[[], float]:
         """Seconds of ``call``, captured where the engine would capture it."""
@@ -130,17 +122,7 @@ class Bench:
 
     def whole(self, head: ExitHead | None, draft_len: int) -> Callable[[], float]:
         """A whole cycle, at one place."""
-        cycle = self.cycle(head, draft_len)
-        held = cycle.held
-        place, token = held.first.clone(), held.token.clone()
-
-        def call() -> None:
-            cycle()
-            for moved in (held.first, held.seen):
-                moved.copy_(place)
-            held.token.copy_(token)
-
-        return self.step(call)
+        return self.step(at_one_place(self.cycle(head, draft_len)))
 
 
 def parts(model: EarlyExitModel, rounds: int, context: int) -> dict[str, Any]:

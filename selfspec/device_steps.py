@@ -5,7 +5,7 @@ layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ class Kind:
 
     head: ExitHead | None
     draft_len: int
-    min_confidence: float
-    sampling: Sampling
+    min_confidence: float = 0.0
+    sampling: Sampling = field(default_factory=Sampling)
     rule: str = "coupled"
 
     @property
