@@ -148,9 +148,7 @@ class Engine:
 
     def _notice_moved_weights(self, head: ExitHead | None) -> None:
         """Forget all graphs where weights lie elsewhere than when they were captured."""
-        parts = {None: [self.target.base]} | (
-            {} if head is None else {head: [head.norm, head.head.output, *head.blocks]}
-        )
+        parts = {None: [self.target.base]} | ({} if head is None else {head: head.modules})
         found = {key: [p.data_ptr() for m in modules for p in m.parameters()] for key, modules in parts.items()}
         if any(self._addresses.get(key, held) != held for key, held in found.items()):
             self._held.clear()

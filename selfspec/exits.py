@@ -75,6 +75,13 @@ class ExitHead:
     def recall_layers(self) -> tuple[int, ...]:
         return self.config.recall_layers
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that it runs behind the tap."""
+        trained = [] if self.adapter is None else [self.bridge, self.confidence]
+        corrections = [] if self.correction is None else [self.correction]
+        return [self.norm, self.head.output, *self.blocks, *trained, *corrections]
+
     def catch_up(self, target: Target, state: "DecodeState") -> None:
         """Let the block see the positions that it has not seen: behind a prompt, all of it."""
         held, state.backlog = state.backlog, []

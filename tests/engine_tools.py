@@ -31,9 +31,9 @@ def trained_exit(target: Target, **shape: Any) -> ExitHead:
     return ExitHead(target, "trained", config, adapter)
 
 
-def quiet_model(family: str, **shapes: dict[str, Any]) -> EarlyExitModel:
+def quiet_model(family: str, dtype: torch.dtype = torch.float32, **shapes: dict[str, Any]) -> EarlyExitModel:
     """A model whose layers say little, so that an exit at any of them is right now and then; exits by name."""
-    model = EarlyExitModel.from_target(build_model(family))
+    model = EarlyExitModel.from_target(build_model(family, dtype))
     with torch.no_grad():
         for name, parameter in model.base.named_parameters():
             if name.endswith(tuple(f"{n}.weight" for n in OUTPUTS)):

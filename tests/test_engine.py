@@ -249,12 +249,13 @@ def test_a_second_text_at_once_is_decoded_plainly(model, monkeypatch, count_cycl
     assert not any(cycles.is_in_use for cycles in model.engine._held.values())
 
 
-def test_weights_that_moved_are_noticed(model, monkeypatch, count_cycles):
-    before = model.generate(PROMPT, max_new_tokens=20).sequences
+@pytest.mark.parametrize("part", ["base", "exit"])
+def test_weights_that_moved_are_noticed(model, monkeypatch, count_cycles, part):
+    before = model.generate(PROMPT, max_new_tokens=20, exit="trained").sequences
     held = list(model.engine._held.values())
-    weight = model.base.model.layers[0].self_attn.q_proj.weight
-    monkeypatch.setattr(weight, "data", weight.data.clone())
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=20).sequences, before)
+    own = model.exits["trained"].bridge.maps[0] if part == "exit" else model.base.model.layers[0].self_attn.q_proj
+    monkeypatch.setattr(own.weight, "data", own.weight.data.clone())
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=20, exit="trained").sequences, before)
     assert not set(held) & set(model.engine._held.values())
 
 

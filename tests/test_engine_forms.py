@@ -117,6 +117,29 @@ def test_pauses_leave_no_position_unseen(monkeypatch, count_cycles, name):
     assert set(count_cycles) == {0, 2}
 
 
+@pytest.mark.parametrize("name", ["recursive-0", "parallel"])
+def test_exact_mode_holds_in_half_precision(monkeypatch, count_cycles, name):
+    """L3: the text without drafts, in a dtype in which rows computed otherwise would change it."""
+    model = quiet_model("llama", torch.bfloat16, **{name: SHAPES[name]})
+    for seed in range(2):
+        settings = {"max_new_tokens": 40, "draft_len": 3, "temperature": 3.0, "seed": seed, "exact": True}
+        drafted = model.generate(PROMPT, **settings)
+        assert torch.equal(drafted.sequences, model.generate(PROMPT, draft="off", **settings).sequences)
+        assert drafted.stats.num_accepted > 5
+    assert set(count_cycles) == {0, 3}
+
+
+def test_as_many_rows_as_a_pass_takes(monkeypatch, count_cycles, caplog):
+    """A parallel draft's rows go along with as many that wait: 64 in all; more are left to the loop."""
+    model = model_of("llama")
+    settings = {"exit": "parallel", "temperature": 20.0, "seed": 1, "max_new_tokens": 20}
+    for draft_len in (32, 33):
+        ours, theirs = both(model, monkeypatch, draft_len=draft_len, **settings)
+        assert torch.equal(ours.sequences, theirs.sequences)
+    assert set(count_cycles) == {32}
+    assert "parallel drafts of 33 tokens" in caplog.text
+
+
 def test_a_greedy_text_is_the_same_by_both_rules(monkeypatch, count_cycles):
     ours, theirs = both(model_of("llama"), monkeypatch, exit="chain", acceptance="rejection", draft_len=3)
     assert torch.equal(ours.sequences, theirs.sequences)
