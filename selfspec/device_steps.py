@@ -70,10 +70,14 @@ class Held:
 
 
 class Passes:
-    """`Target`'s passes over ``cache``, at places that the device knows."""
+    """`Target`'s passes over ``cache``, at places that the device knows.
+
+    Raises NotImplementedError for a family whose rows see what is no window.
+    """
 
     def __init__(self, target: Target, cache: KVCache) -> None:
         self.target, self.cache, self.calls = target, cache, target.calls_for(cache)
+        self.calls.require_windows()
 
     def run(self, layers: range, hidden: Tensor, first: Tensor) -> Tensor:
         """`Target.run_layers` of rows ``hidden`` [1, R, D] from ``first`` [1] on; in exact mode as many as ever."""

@@ -199,7 +199,6 @@ class Cycles:
         self.target, self.key = target, key
         self.cache = KVCache(num_layers, key.capacity, key.width)
         self.held, self.is_in_use = Held.of(target, key.kind), False
-        target.calls_for(self.cache).require_windows()
         began = time.perf_counter()
         kinds = {count: replace(key.kind, draft_len=count) for count in {0, key.kind.draft_len}}
         made = {count: DeviceCycle(target, kind, self.cache, self._part(count)) for count, kind in kinds.items()}

@@ -111,7 +111,7 @@ class Policies:
         target = self.target
         held = {name: str(versions()[name]) for name in ("selfspec", "torch")}
         return {
-            "model": fingerprint(target.base), "exit": head.name, "head": head.config.model_dump(mode="json"),
+            "model": fingerprint(target.base), "exit": head.name, "head": _digest(head.config.model_dump_json()),
             "steps": len(acceptance_of(head)), "device": device_name(target.device), "dtype": str(target.dtype),
             "threads": torch.get_num_threads(), "kernels": dispatch.implementation(target.device),
             "cycles": self.engine.mode or mode_for(target.device), "exact": is_exact, **held,
@@ -129,13 +129,13 @@ def measure(target: Target, engine: Engine, head: ExitHead, num_lengths: int, is
         width = (exact_width(draft_len) if is_padded else 1) if is_exact else None
         drafter: Drafter = DRAFTERS[head.config.form](target, head, draft_len, 0.0) if draft_len else NoDrafter()
         state = _state(target, head, num_lengths, width)
-        if engine.takes(drafter, state):  # whose cycles take what they take, whatever counts of them
-            cycle, saves_rows = _engines_cycle(engine, Kind(drafter.exit_head, draft_len), width), False
-        else:
-            cycle = _loops_cycle(target, drafter, state)
+        cycle = _engines_cycle(engine, drafter, state, Kind(drafter.exit_head, draft_len))
+        saves_rows &= cycle is None  # the engine's cycles take what they take, whatever counts of them
+        cycle = cycle or _loops_cycle(target, drafter, state)
         methods[f"cycle {draft_len}"] = partial(timed, cycle)
-    ids = random_prompt(target, num_lengths + 1)
-    methods |= {f"rows {n}": partial(time_pass, target, state, ids[:, :n]) for n in (1, num_lengths + 1)}
+    ids, behind = random_prompt(target, num_lengths + 1), _state(target, head, num_lengths, 1 if is_exact else None)
+    behind.tokens.pop()  # the one that no layer has seen
+    methods |= {f"rows {n}": partial(time_pass, target, behind, ids[:, :n]) for n in (1, num_lengths + 1)}
     runs = {name: statistics.median(times) for name, times in interleave(methods, _rounds(methods)).items()}
     plain = runs["cycle 0"]
     row = max(0.0, runs[f"rows {num_lengths + 1}"] - runs["rows 1"]) / 1e3 / num_lengths / plain
@@ -174,15 +174,23 @@ def _loops_cycle(target: Target, drafter: Drafter, state: DecodeState) -> Callab
     return run
 
 
-def _engines_cycle(engine: Engine, kind: Kind, width: int | None) -> Callable[[], Any]:
-    """One of the engine's, likewise."""
-    step = at_one_place(device_cycle(engine.target, kind, CONTEXT, width))
-    return capture(step) if (engine.mode or mode_for(engine.target.device)) == "graphs" else step
+def _engines_cycle(engine: Engine, drafter: Drafter, state: DecodeState, kind: Kind) -> Callable[[], Any] | None:
+    """One of the engine's, likewise; None where it would leave the text to the loop."""
+    if not engine.takes(drafter, state):
+        return None
+    try:
+        step = at_one_place(device_cycle(engine.target, kind, CONTEXT, state.cache.width))
+        return capture(step) if (engine.mode or mode_for(engine.target.device)) == "graphs" else step
+    except RuntimeError:  # it cannot be captured, as the engine will say
+        return None
 
 
 def _file(key: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "costs" / f"{digest[:32]}.json"
+    return cache_folder() / "costs" / f"{_digest(json.dumps(key, sort_keys=True))}.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _kept(key: dict[str, Any]) -> CycleCosts | None:

@@ -120,6 +120,14 @@ def test_cycles_are_timed_as_they_would_run(model, monkeypatch, caplog, engine, 
     assert torch.equal(model.generate(PROMPT, max_new_tokens=12, draft_len=2).sequences, expected)
 
 
+def test_a_cycle_that_cannot_be_captured_is_timed_as_the_loop_runs_it(model, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
+    monkeypatch.setattr(policy, "SECONDS", 0.0)
+    monkeypatch.setattr("selfspec.layer_calls.sliding_window", lambda *_: None)  # a rule that is no window
+    found = policy.measure(model.target, model.engine, model.exits["recorded"], 1, True)
+    assert len(found.cycles) == 2
+
+
 def test_an_exit_of_which_nothing_is_recorded_keeps_its_own_settings(model, monkeypatch, caplog):
     asked = planted(monkeypatch, FREE)
     model.exits["recorded"].metadata["metrics"] = {}
