@@ -37,6 +37,7 @@ from selfspec.cli_options import (
     TopK,
     TopP,
     mistakes_in_one_line,
+    parse_draft_len,
     parse_exits,
     read_prompt,
 )
@@ -89,7 +90,7 @@ def generate(
         loaded = cli_generate.load(model, revision, parse_exits(exits), dtype, device, allow_base_mismatch)
         request = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-            "draft_len": draft_len, "min_confidence": min_confidence, "draft_width": draft_width,
+            "draft_len": parse_draft_len(draft_len), "min_confidence": min_confidence, "draft_width": draft_width,
             "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)

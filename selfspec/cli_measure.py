@@ -33,6 +33,7 @@ from selfspec.cli_options import (
     TopK,
     TopP,
     mistakes_in_one_line,
+    parse_draft_len,
     parse_exits,
     read_prompt,
 )
@@ -122,8 +123,8 @@ def trace(
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate=False)
         found = record(
             loaded, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-            draft_len=draft_len, min_confidence=min_confidence, acceptance=acceptance.value, exact=exact,
-            exit=exit_name,
+            draft_len=parse_draft_len(draft_len), min_confidence=min_confidence, acceptance=acceptance.value,
+            exact=exact, exit=exit_name,
         )  # fmt: skip
         assert loaded.tokenizer is not None
         write_atomically(output, render(found, text, loaded.tokenizer).encode())

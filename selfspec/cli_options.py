@@ -61,7 +61,10 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text, with and without drafting.")]
-DraftLen = Annotated[int | None, typer.Option(help="Largest number of drafted tokens a cycle.")]
+DraftLen = Annotated[
+    str | None,
+    typer.Option(metavar="INTEGER|auto", help="Largest number of drafted tokens a cycle; auto times cycles, once."),
+]
 MinConfidence = Annotated[
     float | None, typer.Option(help="Draft no further below this chance that all drafts stand; 0 is off.")
 ]
@@ -93,6 +96,11 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     return prompt
+
+
+def parse_draft_len(text: str | None) -> int | str | None:
+    """A number where the text is one, else as it is, for the library to judge."""
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
 
 
 def parse_exits(text: str | None) -> str | list[int] | None:

@@ -4,17 +4,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState, decode
+from selfspec.device_cycle import DeviceCycle
+from selfspec.device_steps import Held, Kind
 from selfspec.drafter import DRAFTERS, NoDrafter
 from selfspec.exits import ExitHead
-from selfspec.model import EarlyExitModel
 from selfspec.target import Target
+
+if TYPE_CHECKING:
+    from selfspec.model import EarlyExitModel
 
 CONTEXTS = (64, 256, 1000)
 NUM_ROWS = (1, 2, 3, 4, 5, 6)  # of the passes that are timed
@@ -104,8 +108,33 @@ def time_draft(target: Target, state: DecodeState, head: ExitHead, draft_len: in
     return seconds * 1e3
 
 
+def device_cycle(target: Target, kind: Kind, context: int, width: int | None = None) -> DeviceCycle:
+    """A cycle of the engine behind ``context`` tokens over a cache of its own; keys and values are zeros, which costs
+    the same.
+    """
+    num_slots = 1 if kind.head is None else max(1, len(kind.head.blocks))
+    held = Held.of(target, kind)
+    for place in (held.first, held.seen, held.end):
+        place.fill_(context)
+    return DeviceCycle(target, kind, KVCache(target.num_layers + num_slots, context + 256, width), held)
+
+
+def at_one_place(cycle: DeviceCycle) -> Callable[[], None]:
+    """``cycle``, again and again where it is now."""
+    held = cycle.held
+    place, token = held.first.clone(), held.token.clone()
+
+    def run() -> None:
+        cycle()
+        for moved in (held.first, held.seen):
+            moved.copy_(place)
+        held.token.copy_(token)
+
+    return run
+
+
 @torch.no_grad()
-def pass_costs(model: EarlyExitModel, rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
+def pass_costs(model: "EarlyExitModel", rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
     """Milliseconds of a whole pass by number of rows, of a cycle without drafts, of a draft step and its parts.
 
     By context; ratios beside them: ``verify_5_over_1``, ``loop_overhead`` over a bare pass, the draft step over the
@@ -134,7 +163,7 @@ def pass_costs(model: EarlyExitModel, rounds: int, contexts: Sequence[int] = CON
     return found
 
 
-def _loop_step(model: EarlyExitModel, prompt: list[int], rounds: int) -> Callable[[], float]:
+def _loop_step(model: "EarlyExitModel", prompt: list[int], rounds: int) -> Callable[[], float]:
     """A cycle of the decoding loop without drafts, at positions that go on: what a pass costs with all around it."""
     target, max_length = model.target, len(prompt) + rounds + 3
     cache = KVCache(target.num_layers + 1, max_length + 1)
@@ -144,7 +173,7 @@ def _loop_step(model: EarlyExitModel, prompt: list[int], rounds: int) -> Callabl
     return lambda: timed(lambda: next(cycles)) * 1e3
 
 
-def weight_share(model: EarlyExitModel, head: ExitHead) -> float:
+def weight_share(model: "EarlyExitModel", head: ExitHead) -> float:
     """Weights that a draft step reads over those of a whole pass: its cost where memory bandwidth is the limit."""
 
     def count(*modules: nn.Module) -> int:
@@ -158,7 +187,7 @@ def weight_share(model: EarlyExitModel, head: ExitHead) -> float:
 
 
 def _draft_parts(
-    model: EarlyExitModel, state: DecodeState, ids: Tensor, context: int
+    model: "EarlyExitModel", state: DecodeState, ids: Tensor, context: int
 ) -> dict[str, Callable[[], float]]:
     """A draft step as the drafter runs it, and the sum of its parts called bare: what it must cost at least.
 

@@ -172,7 +172,9 @@ class ChainDrafter:
 
     def guess(self, normed: Tensor, state: "DecodeState", drafted: list[int]) -> Guess | None:
         """The token behind ``drafted`` ones, from ``normed`` [1, 1, D]; None, for good, where logits are not finite."""
-        logits = self.exit_head.logits(self.target, normed, drafted[-1] if drafted else None)  # [V_d]
+        is_corrected = self.exit_head.correction is not None and len(drafted) > 0
+        before = torch.tensor(drafted[-1:], device=normed.device) if is_corrected else None
+        logits = self.exit_head.logits(self.target, normed, before)  # [V_d]
         self.is_broken = not math.isfinite(logits.amax())
         if self.is_broken:
             return None

@@ -10,7 +10,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState
-from selfspec.device_cycle import DeviceCycle, Held
-from selfspec.drafter import ChainDrafter, Drafter, NoDrafter
+from selfspec.device_cycle import DeviceCycle
+from selfspec.device_steps import Held, Kind
+from selfspec.drafter import DRAFTERS, ChainDrafter, Drafter, ParallelDrafter
 from selfspec.exits import ExitHead
-from selfspec.sampling import NonFiniteLogitsError, Sampling
+from selfspec.kernels.row_view import MAX_ROWS
+from selfspec.sampling import NonFiniteLogitsError
 from selfspec.target import Target
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,7 @@ def mode_for(device: torch.device) -> str:
 class Key:
     """What graphs are captured for."""
 
-    head: ExitHead | None
-    draft_len: int
-    min_confidence: float
-    sampling: Sampling
+    kind: Kind
     width: int | None
     capacity: int
     is_captured: bool
@@ -100,12 +99,12 @@ class Engine:
 
     def problem(self, drafter: Drafter, state: DecodeState) -> str | None:
         """What of a text is not for the engine, None where all of it is."""
-        if type(drafter) not in (ChainDrafter, NoDrafter):
+        if type(drafter) not in DRAFTERS.values():
             return f"drafts of {type(drafter).__name__}"
+        if type(drafter) is ParallelDrafter and 2 * drafter.draft_len > MAX_ROWS:
+            return f"parallel drafts of {drafter.draft_len} tokens"  # which go along with as many that were accepted
         if type(state) is not DecodeState:
             return f"{type(state).__name__}, which looks into the cycle"
-        if state.rule != "coupled":
-            return f"the acceptance rule {state.rule!r}"
         if state.processors or state.sampling.repetition_penalty != 1 or len(state.tokens) + 1 < state.min_length:
             return "settings that look at the text so far"
         if getattr(drafter, "draft_width", 1) > 1:
@@ -124,12 +123,14 @@ class Engine:
         draft_len, stop, width = 0, 0.0, state.cache.width
         if isinstance(drafter, ChainDrafter):
             draft_len, stop = drafter.draft_len, drafter.min_confidence
+        rule = "coupled" if state.sampling.is_greedy else state.rule  # which is then the same
+        kind = Kind(drafter.exit_head, draft_len, stop, state.sampling, rule)
         # the cycle launched too many begins up to draft_len behind the end, and its last step has a pass's rows again;
         # in exact mode by the width, which a text without drafts has too: the same room, hence the same bits
         needed = state.max_length + 3 * (width or draft_len + 1) + 1  # and a slot to spare
         capacity = max(SMALLEST_TIER, 1 << (needed - 1).bit_length())
         is_inference = torch.is_inference_mode_enabled()
-        return Key(drafter.exit_head, draft_len, stop, state.sampling, width, capacity, is_captured, is_inference)
+        return Key(kind, width, capacity, is_captured, is_inference)
 
     def _make(self, key: Key, num_layers: int) -> str | None:
         """Have cycles of that kind; what is in the way of it, None where nothing is."""
@@ -149,9 +150,7 @@ class Engine:
 
     def _notice_moved_weights(self, head: ExitHead | None) -> None:
         """Forget all graphs where weights lie elsewhere than when they were captured."""
-        parts = {None: [self.target.base]} | (
-            {} if head is None else {head: [head.norm, head.head.output, *head.blocks]}
-        )
+        parts = {None: [self.target.base]} | ({} if head is None else {head: head.modules})
         found = {key: [p.data_ptr() for m in modules for p in m.parameters()] for key, modules in parts.items()}
         if any(self._addresses.get(key, held) != held for key, held in found.items()):
             self._held.clear()
@@ -201,22 +200,18 @@ class Cycles:
     def __init__(self, target: Target, key: Key, num_layers: int) -> None:
         self.target, self.key = target, key
         self.cache = KVCache(num_layers, key.capacity, key.width)
-        self.held, self.is_in_use = Held.of(target, key.head, key.draft_len), False
-        target.calls_for(self.cache).require_windows()
+        self.held, self.is_in_use = Held.of(target, key.kind), False
         began = time.perf_counter()
-        made = {
-            count: DeviceCycle(target, key.head, count, key.min_confidence, key.sampling, self.cache, self._part(count))
-            for count in {0, key.draft_len}
-        }
+        kinds = {count: replace(key.kind, draft_len=count) for count in {0, key.kind.draft_len}}
+        made = {count: DeviceCycle(target, kind, self.cache, self._part(count)) for count, kind in kinds.items()}
         self.steps = {count: capture(cycle) if key.is_captured else cycle for count, cycle in made.items()}
         if key.is_captured:
             logger.info("captured %d cycles in %.1f s", len(made), time.perf_counter() - began)
-        self._results = [_ReadBack.at(target.device, 3 + key.draft_len + 1) for _ in range(2)]
+        self._results = [_ReadBack.at(target.device, 3 + key.kind.draft_len + 1) for _ in range(2)]
 
     def _part(self, draft_len: int) -> Held:
         """The same tensors with as many emitted tokens as a cycle of ``draft_len`` drafts makes."""
-        shared = {name: getattr(self.held, name) for name in Held.__dataclass_fields__}
-        return Held(**shared | {"emitted": self.held.emitted[: draft_len + 1]})
+        return replace(self.held, emitted=self.held.emitted[: draft_len + 1])
 
     def begin(self, state: DecodeState) -> None:
         """Have ``state`` use this cache, from its start."""
@@ -242,7 +237,7 @@ class Cycles:
         while not state.done:
             result = self._results[turn % 2]
             is_drafting = isinstance(drafter, ChainDrafter) and drafter.pace.pays(state.stats)
-            self.steps[self.key.draft_len if is_drafting else 0]()
+            self.steps[self.key.kind.draft_len if is_drafting else 0]()
             result.order([self.held.counts, self.held.emitted])
             launched.append(result)
             turn += 1
@@ -253,9 +248,10 @@ class Cycles:
         """What the prompt's pass has left, to the device."""
         held = self.held
         held.first.fill_(len(state.tokens) - 1)
+        held.seen.fill_(len(state.tokens) - 1)
+        held.end.fill_(state.max_length)
         held.token.fill_(state.tokens[-1])
         held.seed.fill_(state.seed)
-        held.is_unseen.zero_()
         if state.recall is not None:
             held.recall.copy_(state.recall)
 

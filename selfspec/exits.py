@@ -75,6 +75,13 @@ class ExitHead:
     def recall_layers(self) -> tuple[int, ...]:
         return self.config.recall_layers
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that it runs behind the tap."""
+        trained = [] if self.adapter is None else [self.bridge, self.confidence]
+        corrections = [] if self.correction is None else [self.correction]
+        return [self.norm, self.head.output, *self.blocks, *trained, *corrections]
+
     def catch_up(self, target: Target, state: "DecodeState") -> None:
         """Let the block see the positions that it has not seen: behind a prompt, all of it."""
         held, state.backlog = state.backlog, []
@@ -125,18 +132,13 @@ class ExitHead:
             return 1.0
         return 1 / (1 + math.exp(-float(self.confidence(normed)[0, 0, 0])))
 
-    def logits(self, target: Target, normed: Tensor, before: int | None = None) -> Tensor:
-        """Logits [V_d] in float32 from ``normed`` [1, 1, D], behind the drafted token ``before`` if there is one."""
-        token = None
-        if before is not None and self.correction is not None:
-            token = torch.tensor([before], device=normed.device)
-        by_state = self.config.correction == "state"
-        if token is not None and by_state:
-            normed = self.correction(normed, target.embed(token[None]))
-        logits = self.head(normed)[0, -1].float()
-        if token is None or by_state:
-            return logits
-        return logits + self.correction(places_among(self.vocab_ids, token))[0].float()
+    def logits(self, target: Target, normed: Tensor, before: Tensor | None = None) -> Tensor:
+        """Logits [V_d] in float32 from ``normed`` [1, 1, D], behind the drafted token ``before`` [1] if any."""
+        if before is None or self.correction is None:
+            return self.head(normed)[0, -1].float()
+        if self.config.correction == "state":
+            return self.head(self.correction(normed, target.embed(before[None])))[0, -1].float()
+        return self.head(normed)[0, -1].float() + self.correction(places_among(self.vocab_ids, before))[0].float()
 
     def token_ids(self, target: Target) -> Tensor:
         """Token id of every logit, [V_d]."""

@@ -14,6 +14,11 @@ LOCK_FILE = ".lock"
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(@[\w.\[\]:%-]+)?")
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+
+
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) for each line that is not blank; raise ValueError naming the line otherwise."""
     with open(path, "rb") as file:

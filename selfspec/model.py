@@ -27,6 +27,7 @@ from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.engine import Engine
 from selfspec.exit_module import FORMS
 from selfspec.exits import ExitHead
+from selfspec.policy import Policies, Policy
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
 from selfspec.storage import check_name, fits, load_exits, save_exit, upload
@@ -61,6 +62,7 @@ class EarlyExitModel:
         self.target, self.tokenizer = target, tokenizer
         self.exits: dict[str, ExitHead] = exits or {}
         self.engine = Engine(target)
+        self.policies = Policies(target, self.engine)
         self._row_exact: set[tuple[int, int]] = set()  # widths, and numbers of rows, that were seen to be
         self._lock = threading.Lock()
 
@@ -150,15 +152,15 @@ class EarlyExitModel:
         """Generate as ``transformers.generate`` does, with the same text and in less time.
 
         input_ids [B, S], padded on the left; sequences are decoded one after another, each as if it were alone.
-        ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
-        ...; a temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name)
-        or ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn
-        where all drafts and it stand with a smaller chance; ``draft_width``, candidates a step, of which the first goes
-        on; ``exact``, bit-exact mode (default: on in bf16 and fp16); ``acceptance`` "coupled" or "rejection"; ``seed``
-        (row i of a batch has seed + i) or ``generator``. Raises ValueError for settings out of range,
-        NotImplementedError for beams and several sequences a prompt, RuntimeError when another generation is running
-        on this model, NonFiniteLogitsError when the target's logits are NaN or infinite, MemoryError where there is no
-        room.
+        ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings, ...; a
+        temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name) or
+        ``exit_layer``; ``draft_len``, the largest number of drafts, or "auto" to time cycles on this machine once and
+        choose; ``min_confidence``: no further token is drawn where all drafts and it stand with a smaller chance;
+        ``draft_width``, candidates a step, of which the first goes on; ``exact``, bit-exact mode (default: on in bf16
+        and fp16); ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``.
+        Raises ValueError for settings out of range, NotImplementedError for beams and several sequences a prompt,
+        RuntimeError when another generation is running on this model, NonFiniteLogitsError when the target's logits are
+        NaN or infinite, MemoryError where there is no room.
         """
         options = settings.DecodeOptions.from_kwargs(kwargs)
         prompts = settings.read_prompts(input_ids, attention_mask)
@@ -264,17 +266,13 @@ class EarlyExitModel:
     def _drafter(self, options: "settings.DecodeOptions", exact: bool) -> tuple[Drafter, int]:
         """The drafter, and how many tokens it drafts at most; switched off as many, for exact mode's sake."""
         head = self._exit(options)
-        draft_len = options.draft_len
-        if draft_len is None:
-            draft_len = DEFAULT_DRAFT_LEN if head is None else head.config.draft_len
+        draft_len, stop = self._reach(options, head, exact)
         form = "off" if head is None else head.config.form
         kind = options.draft or form
         if kind not in DRAFTERS:
             raise ValueError(f"draft={kind!r}; choose one of {', '.join(DRAFTERS)}")
         if options.acceptance not in RULES:
             raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
-        if draft_len < 0:
-            raise ValueError(f"draft_len must be >= 0, got {draft_len}")
         width = self._draft_width(options, head, exact)
         exact_width(draft_len * width)  # also refuses more rows than a verify pass takes
         if kind == "off" or draft_len == 0:
@@ -283,7 +281,6 @@ class EarlyExitModel:
             raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
         if kind in FORMS and kind != form:
             raise ValueError(f"draft={kind!r}: exit {head.name} was made for {form!r}")
-        stop = head.config.min_confidence if options.min_confidence is None else options.min_confidence
         if not 0 <= stop <= 1:
             raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
         return DRAFTERS[kind](self.target, head, draft_len, stop, width), draft_len * width
@@ -299,6 +296,29 @@ class EarlyExitModel:
         if width > 1 and exact and not is_fused:
             raise ValueError(f"draft_width={width}: only chains are exact here; pass exact=False (--no-exact)")
         return width
+
+    def _reach(self, options: "settings.DecodeOptions", head: ExitHead | None, exact: bool) -> tuple[int, float]:
+        """The largest number of drafts and the stop: those given, else what was timed here or what the exit has."""
+        draft_len, stop = (
+            (DEFAULT_DRAFT_LEN, 0.0) if head is None else (head.config.draft_len, head.config.min_confidence)
+        )
+        if options.draft_len == "auto" and head is not None:
+            policy = self._policy(head, exact)
+            draft_len, stop = policy.draft_len, policy.min_confidence
+        elif isinstance(options.draft_len, str) and options.draft_len != "auto":
+            raise ValueError(f"draft_len={options.draft_len!r}; give a number or 'auto'")
+        elif options.draft_len is not None and options.draft_len != "auto":
+            draft_len = int(options.draft_len)
+        if draft_len < 0:
+            raise ValueError(f"draft_len must be >= 0, got {draft_len}")
+        return draft_len, stop if options.min_confidence is None else options.min_confidence
+
+    def _policy(self, head: ExitHead, exact: bool) -> Policy:
+        found = self.policies.known(head, exact)
+        if found is None:
+            with self.alone():
+                found = self.policies.find(head, exact)
+        return found
 
     def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
         if options.exit is not None:
@@ -326,7 +346,7 @@ class EarlyExitModel:
         draft: str | None = None,
         exit: str | None = None,
         exit_layer: int | None = None,
-        draft_len: int | None = None,
+        draft_len: int | str | None = None,
         min_confidence: float | None = None,
         draft_width: int | None = None,
         exact: bool | None = None,

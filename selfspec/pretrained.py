@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 
+from selfspec.files import cache_folder
 from selfspec.kernels import dispatch
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def convert_gguf(gguf: Path) -> Path:
     The folder appears by one rename: neither an interrupt nor a second process can leave half of it. Values are kept
     exactly: bfloat16 is stored where it changes none, float32 otherwise.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    cache = cache_folder()
     digest, major = _sha256(gguf), transformers_version.split(".")[0]
     folder = cache / f"{gguf.name.split('.')[0]}-{digest[:16]}-tf{major}"
     if folder.is_dir():

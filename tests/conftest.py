@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 import selfspec.decode  # noqa: F401  (its attributes are patched through sys.modules)
 from selfspec.cache import KVCache
 from selfspec.decode import DecodeState, decode
+from selfspec.device_cycle import DeviceCycle
 from selfspec.drafter import NoDrafter, empty_draft
 from selfspec.model import EarlyExitModel
 from selfspec.target import Target
@@ -212,6 +213,21 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DecodeState, Draft, An
         return verdict
 
     monkeypatch.setattr(module, "judge", spy)
+    return seen
+
+
+@pytest.fixture
+def count_cycles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Texts go through the engine; the drafts of each cycle that it ran."""
+    seen: list[int] = []
+    run = DeviceCycle.__call__
+
+    def spy(cycle: DeviceCycle) -> None:
+        seen.append(cycle.kind.draft_len)
+        run(cycle)
+
+    monkeypatch.setattr(DeviceCycle, "__call__", spy)
+    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
     return seen
 
 

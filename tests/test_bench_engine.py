@@ -1,6 +1,7 @@
 """bench-engine on small shapes: every part is timed, ratios are what they say, wrong texts stop it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from selfspec.cli import app
-from selfspec.device_cycle import DeviceCycle
+from selfspec.device_cycle import DeviceCycle, DeviceVerdict
+from selfspec.device_draft import DeviceDraft
 from selfspec.eval import bench_engine as bench
 
 TINY = bench.Shape(
@@ -43,13 +45,13 @@ def test_the_command_writes_results_a_plot_and_a_table(tmp_path: Path, monkeypat
 
 
 def test_a_text_that_drafts_change_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = DeviceCycle._judge
+    judge = DeviceCycle.judge
 
-    def generous(cycle: DeviceCycle, own: torch.Tensor, drafted: list[torch.Tensor], chances: list[torch.Tensor]):
-        made = judge(cycle, own, drafted, chances)
-        return made if not drafted else (made[0], made[0], own[:, -1], cycle.held.first + len(drafted) + 1)
+    def generous(cycle: DeviceCycle, logits: torch.Tensor, draft: DeviceDraft) -> DeviceVerdict:
+        made = judge(cycle, logits, draft)
+        return replace(made, num_accepted=made.num_drafted, length=cycle.held.first + made.num_drafted + 1)
 
-    monkeypatch.setattr(DeviceCycle, "_judge", generous)  # accepts whatever was drafted
+    monkeypatch.setattr(DeviceCycle, "judge", generous)  # accepts whatever was drafted
     with pytest.raises(FloatingPointError, match="tiny: drafts changed the text"):
         list(bench.run(torch.device("cpu"), torch.float32, [], [TINY], rounds=1, context=20, num_tokens=4))
 

@@ -42,7 +42,8 @@ def generate(checkpoint: Path, *arguments: str, **kwargs: Any) -> Any:
 
 def test_json_with_compare_has_every_documented_key(checkpoint):
     """One object on standard output; the text is the same with and without drafts at T=0.8 for one seed."""
-    run = generate(checkpoint, "Hello", "--max-new-tokens", "12", "--temperature", "0.8", "--compare", "--json")
+    run = generate(checkpoint, "Hello", "--max-new-tokens", "12", "--temperature", "0.8", "--compare", "--json",
+                   "--draft-len", "auto")  # fmt: skip
     assert run.exit_code == 0, run.stderr
     report = json.loads(run.stdout)
     assert set(report) == {
@@ -55,6 +56,7 @@ def test_json_with_compare_has_every_documented_key(checkpoint):
     assert report["compare"]["identical"] is True
     assert report["num_tokens"] == len(report["tokens"]) == 12
     assert report["stats"]["num_drafted"] > 0
+    assert report["settings"]["draft_len"] == 2  # nothing is recorded of an untrained exit
 
 
 def test_plain_output_has_no_colour_when_piped_and_ends_with_the_figures(checkpoint, tmp_path):
@@ -88,6 +90,8 @@ def test_plain_output_has_no_colour_when_piped_and_ends_with_the_figures(checkpo
         (["hi", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["hi", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
         (["hi", "--min-confidence", "2"], "min_confidence must be in [0, 1]"),
+        (["hi", "--draft-len", "far"], "draft_len='far'; give a number or 'auto'"),
+        (["hi", "--draft-len", "-1"], "draft_len must be >= 0, got -1"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message):

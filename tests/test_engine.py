@@ -13,30 +13,9 @@ from selfspec import EarlyExitModel
 from selfspec.decode import decode
 from selfspec.device_cycle import DeviceCycle
 from selfspec.engine import SMALLEST_TIER, Cycles
-from selfspec.exit_module import ExitConfig, build_adapter
-from selfspec.exits import ExitHead
 from selfspec.sampling import NonFiniteLogitsError
-from selfspec.target import Target
 from tests.conftest import build_model, prompt_of, shallow_target_of
-
-PROMPT = torch.tensor([prompt_of(12)])
-
-
-def trained_exit(target: Target, **shape: Any) -> ExitHead:
-    """An exit with bridge, recall and block that all have a say in what is drafted, most of it the state at the tap."""
-    made = {"exit_layer": 2, "recall_layers": (3, 6), "num_steps": 3, "lora_rank": 4, "draft_len": 3, "min_accepted": 0}
-    config = ExitConfig(**made | shape)
-    adapter, generator = build_adapter(target, config), torch.Generator().manual_seed(3)
-    size = target.hidden_size
-    with torch.no_grad():
-        for name, parameter in adapter.named_parameters():
-            if "lora" in name or "confidence" in name:
-                parameter.normal_(0, 0.1, generator=generator)
-            elif "bridge" in name:
-                parameter.normal_(0, 0.02, generator=generator)
-                if parameter.dim() == 2:
-                    parameter[:, :size] += torch.eye(size)
-    return ExitHead(target, "trained", config, adapter)
+from tests.engine_tools import PROMPT, both, trained_exit
 
 
 @pytest.fixture(scope="module")
@@ -48,34 +27,10 @@ def model() -> EarlyExitModel:
     return made
 
 
-@pytest.fixture
-def count_cycles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Texts go through the engine; the drafts of each cycle that it ran."""
-    seen: list[int] = []
-    run = DeviceCycle.__call__
-
-    def spy(cycle: DeviceCycle) -> None:
-        seen.append(cycle.draft_len)
-        run(cycle)
-
-    monkeypatch.setattr(DeviceCycle, "__call__", spy)
-    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
-    return seen
-
-
-def both(model: EarlyExitModel, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, Any]:
-    """The same generation with and without the engine."""
-    ours = model.generate(PROMPT, **{"max_new_tokens": 30, **settings})
-    with monkeypatch.context() as patch:
-        patch.setenv("SELFSPEC_ENGINE", "off")
-        theirs = model.generate(PROMPT, **{"max_new_tokens": 30, **settings})
-    return ours, theirs
-
-
 @pytest.mark.parametrize("draft_len", [1, 2, 4])
 @pytest.mark.parametrize("name", ["layer-2", "layer-4", "trained", "narrow"])
 def test_text_and_drafts_are_those_of_the_loop(model, monkeypatch, count_cycles, name, draft_len):
-    """Cycle by cycle, over cycles that accept none, some and all; the last ones may be cropped where the loop stops."""
+    """Cycle by cycle, over cycles that accept none, some and all, to the last."""
     made = []
     for engine in ("calls", "off"):
         monkeypatch.setenv("SELFSPEC_ENGINE", engine)
@@ -83,10 +38,7 @@ def test_text_and_drafts_are_those_of_the_loop(model, monkeypatch, count_cycles,
         made.append([(e.tokens, e.num_accepted) for e in stream])
         assert 0 < stream.stats.num_accepted < stream.stats.num_drafted
     ours, theirs = made
-    whole = [n for n, (tokens, _) in enumerate(ours) if sum(len(t) for t, _ in ours[: n + 1]) < 40 - draft_len]
-    assert len(whole) > 5
-    assert [ours[n] for n in whole] == [theirs[n] for n in whole]
-    assert [t for tokens, _ in ours for t in tokens] == [t for tokens, _ in theirs for t in tokens]
+    assert ours == theirs
     assert set(count_cycles) == {draft_len}
     assert len(count_cycles) - (len(ours) - 1) in (0, 1)  # the end is seen a cycle late
 
@@ -126,8 +78,8 @@ def test_exact_mode_gives_the_logits_of_the_engine_without_drafts(monkeypatch, c
     def noting(cycle: DeviceCycle) -> None:
         first, made = int(cycle.held.first), list[Tensor]()
         with monkeypatch.context() as patch:
-            verify_pass = DeviceCycle._verify_pass
-            patch.setattr(DeviceCycle, "_verify_pass", lambda *a: made.append(verify_pass(*a)) or made[0])
+            score = DeviceCycle.score
+            patch.setattr(DeviceCycle, "score", lambda *a: made.append(score(*a)) or made[0])
             cycle_call(cycle)
         for row in range(int(cycle.held.counts[1]) + 1):
             logits_at[first + row] = made[0][0][0, row].clone()
@@ -170,7 +122,8 @@ def test_confidence_stops_what_is_counted(model, monkeypatch, count_cycles):
     ours, theirs = both(model, monkeypatch, exit="trained", draft_len=3, min_confidence=0.5)
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(ours.sequences, free.sequences)
-    assert 0 < ours.stats.num_drafted < 3 * ours.stats.num_cycles
+    assert ours.stats.accepted_histogram == theirs.stats.accepted_histogram
+    assert 0 < ours.stats.num_drafted == theirs.stats.num_drafted < 3 * ours.stats.num_cycles
     assert set(count_cycles) == {3}
 
 
@@ -200,7 +153,6 @@ def test_caches_are_kept_for_later_texts_and_not_too_many(model, monkeypatch, co
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    ({"acceptance": "rejection", "temperature": 1.0}, "the acceptance rule 'rejection'"),
     ({"repetition_penalty": 1.2}, "settings that look at the text so far"),
     ({"min_new_tokens": 5, "eos_token_id": 7}, "settings that look at the text so far"),
     ({"bad_words_ids": [[7]]}, "settings that look at the text so far"),
@@ -238,20 +190,20 @@ def test_a_fault_in_a_step_leaves_the_model_usable(model, monkeypatch, count_cyc
     assert "cannot be captured" in model.engine._refused.values()  # it is not tried again
     model.engine._refused.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceCycle, "_judge", lambda *_: (_ for _ in ()).throw(RuntimeError("planted")))
+        patch.setattr(DeviceCycle, "judge", lambda *_: (_ for _ in ()).throw(RuntimeError("planted")))
         with pytest.raises(RuntimeError, match="planted"):
             model.generate(PROMPT, max_new_tokens=40, exit="trained")
     assert torch.equal(model.generate(PROMPT, max_new_tokens=30, exit="trained").sequences, expected)
 
 
 def test_logits_that_are_not_finite_are_named(model, monkeypatch, count_cycles):
-    verify_pass = DeviceCycle._verify_pass
+    score = DeviceCycle.score
 
-    def poisoned(cycle: DeviceCycle, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits, recalls = verify_pass(cycle, hidden)
+    def poisoned(cycle: DeviceCycle, taps: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits, recalls = score(cycle, taps)
         return torch.where(cycle.held.first + cycle.rows == 20, torch.nan, 0.0)[..., None] + logits, recalls
 
-    monkeypatch.setattr(DeviceCycle, "_verify_pass", poisoned)
+    monkeypatch.setattr(DeviceCycle, "score", poisoned)
     with pytest.raises(NonFiniteLogitsError, match="position 20 are not finite"):
         model.generate(PROMPT, max_new_tokens=40, draft="off")
 
@@ -297,19 +249,20 @@ def test_a_second_text_at_once_is_decoded_plainly(model, monkeypatch, count_cycl
     assert not any(cycles.is_in_use for cycles in model.engine._held.values())
 
 
-def test_weights_that_moved_are_noticed(model, monkeypatch, count_cycles):
-    before = model.generate(PROMPT, max_new_tokens=20).sequences
+@pytest.mark.parametrize("part", ["base", "exit"])
+def test_weights_that_moved_are_noticed(model, monkeypatch, count_cycles, part):
+    before = model.generate(PROMPT, max_new_tokens=20, exit="trained").sequences
     held = list(model.engine._held.values())
-    weight = model.base.model.layers[0].self_attn.q_proj.weight
-    monkeypatch.setattr(weight, "data", weight.data.clone())
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=20).sequences, before)
+    own = model.exits["trained"].bridge.maps[0] if part == "exit" else model.base.model.layers[0].self_attn.q_proj
+    monkeypatch.setattr(own.weight, "data", own.weight.data.clone())
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=20, exit="trained").sequences, before)
     assert not set(held) & set(model.engine._held.values())
 
 
 def test_an_error_leaves_nothing_in_the_cache(model, monkeypatch, count_cycles):
     """Not even values that are not finite, which the next text's masks would multiply by zero."""
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceCycle, "_keep", lambda cycle, *_: cycle.cache._keys[1].fill_(torch.nan))
+        patch.setattr(DeviceCycle, "_keep", lambda cycle, *_: cycle.passes.cache._keys[1].fill_(torch.nan))
         with pytest.raises(NonFiniteLogitsError):
             model.generate(PROMPT, max_new_tokens=20, exact=True, draft_len=3)
     ours, theirs = both(model, monkeypatch, exact=True, draft_len=3)
@@ -334,19 +287,20 @@ def test_a_text_through_the_gpus_kernels_under_the_interpreter(monkeypatch, coun
         pytest.skip("kernels run on a GPU here")
     launched: list[str] = []
     for module, name in ((attention_triton, "attention_over_cache"), (sample_triton, "sample"),
-                         (verify_triton, "verify_coupled")):  # fmt: skip
+                         (verify_triton, "verify_coupled"), (verify_triton, "verify_rejection")):  # fmt: skip
         function = getattr(module, name)
         spy = lambda *a, function=function, name=name: (launched.append(name), function(*a))[1]  # noqa: E731
         monkeypatch.setattr(module, name, spy)
     monkeypatch.setattr(attention_triton, "num_splits", lambda *_: 1)  # the interpreter is slow
     model = EarlyExitModel.from_target(shallow_target_of("llama", num_hidden_layers=3).base, [2])
-    for sampling in ({}, {"temperature": 1.0, "seed": 2}):
+    for rule, sampling in (("coupled", {}), ("coupled", {"temperature": 1.0}), ("rejection", {"temperature": 1.0})):
+        sampling |= {"seed": 2, "acceptance": rule}
         monkeypatch.setenv("SELFSPEC_KERNELS", "reference")
         expected = model.generate(PROMPT, max_new_tokens=6, draft_len=2, **sampling).sequences
         monkeypatch.setenv("SELFSPEC_KERNELS", "triton")
         launched.clear()
         assert torch.equal(model.generate(PROMPT, max_new_tokens=6, draft_len=2, **sampling).sequences, expected)
-        assert set(launched) == {"attention_over_cache", "sample", "verify_coupled"}
+        assert set(launched) == {"attention_over_cache", "sample", f"verify_{rule}"}
 
 
 @pytest.mark.gpu
@@ -357,6 +311,8 @@ def test_graphs_give_the_text_of_plain_calls_and_never_wait(monkeypatch, dtype):
     base = shallow_target_of("llama", dtype=dtype).base.cuda()
     model = EarlyExitModel.from_target(base, [2])
     model.exits["trained"] = trained_exit(model.target)
+    model.exits["recursive"] = trained_exit(model.target, form="recursive", exit_layer=0)
+    model.exits["parallel"] = trained_exit(model.target, form="parallel", correction_rank=8)
     run = Cycles.run
 
     def strict(cycles: Cycles, *arguments: Any) -> Iterator[list[int]]:
@@ -368,7 +324,9 @@ def test_graphs_give_the_text_of_plain_calls_and_never_wait(monkeypatch, dtype):
 
     monkeypatch.setattr(Cycles, "run", strict)
     ids = PROMPT.cuda()
-    for settings in ({}, {"exit": "trained"}, {"draft": "off"}, {"temperature": 1.0, "seed": 3}):
+    for settings in ({}, {"exit": "trained"}, {"draft": "off"}, {"temperature": 1.0, "seed": 3}, {"exit": "recursive"},
+                     {"exit": "parallel", "min_confidence": 0.3},
+                     {"exit": "parallel", "temperature": 1.0, "seed": 3, "acceptance": "rejection"}):  # fmt: skip
         found = [model.generate(ids, max_new_tokens=30, draft_len=2, **settings).sequences for _ in range(2)]
         with monkeypatch.context() as patch:
             patch.setenv("SELFSPEC_ENGINE", "calls")

@@ -108,7 +108,7 @@ def test_decoding_computes_the_training_graph(family: str, form: str) -> None:
         is_stepwise = True
 
         def guess(self, normed: torch.Tensor, state: DecodeState, drafted: list[int]) -> Guess:
-            before = drafted[-1] if drafted else None
+            before = torch.tensor(drafted[-1:]) if drafted else None
             position, logits = len(state.tokens) + len(drafted), self.exit_head.logits(target, normed, before)
             if not is_wrong & set(range(len(state.tokens), position)):
                 seen.append((position - 1, len(drafted) + 1, logits))
@@ -163,7 +163,8 @@ def test_training_lowers_the_loss_and_leaves_the_base(tmp_path: Path) -> None:
     done = train_on_rows(Target(model), rows, settings(tmp_path), tmp_path, VOCAB, lambda *saving: saved.append(saving))
     assert (base_hash(model), model.config.to_dict(), hook_counts(model)) == (before, config, hooks)
     assert done.metrics.loss < done.at_start.loss - 0.05
-    assert done.metrics.tau[-1] >= done.at_start.tau[-1]
+    assert done.metrics.tau[len(done.at_start.tau) - 1] >= done.at_start.tau[-1]
+    assert len(done.at_start.tau) < len(done.metrics.acceptance) == len(done.metrics.tau) == 4  # it may draft further
     assert saved
     assert (tmp_path / "metrics.json").is_file()
 

@@ -44,6 +44,7 @@ from selfspec.training.workers import num_workers_for
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.yaml"
+RECORDED_STEPS = 4  # draft steps of a chain whose acceptance the sidecar has, for machines where drafting far pays
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,9 @@ def train_on_rows(
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
     judged = score_rows(student, judging, config)
     metrics = replace(judged.metrics(), calibration_error=calibration_error(judged.greedy_rows))
+    if student.is_chain and config.num_steps < RECORDED_STEPS:  # it drafts on behind the steps it was trained for
+        further = score_rows(student, judging, config, RECORDED_STEPS).metrics()
+        metrics = replace(metrics, acceptance=further.acceptance, tau=further.tau)
     if costs is not None:
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
         exit_config = exit_config.model_copy(

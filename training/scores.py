@@ -40,9 +40,11 @@ class Scores:
 
 
 @torch.no_grad()
-def score_rows(student: Student, states: Sequence[RowStates], config: TrainConfig) -> Scores:
-    """Every draft step j at every answer position."""
-    num_steps = config.num_steps
+def score_rows(
+    student: Student, states: Sequence[RowStates], config: TrainConfig, num_steps: int | None = None
+) -> Scores:
+    """Every draft step j at every answer position; ``num_steps`` of them (None: those that were trained)."""
+    num_steps = config.num_steps if num_steps is None else num_steps
     loss, count = 0.0, 0
     hits, mass = [0] * num_steps, [0.0] * num_steps
     greedy, sampled = list[RowScores](), list[RowScores]()
