@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.kernels import dispatch
+from selfspec.kernels import dispatch, ops
+from selfspec.kernels.compact_reference import Held, hold
 
 
 class KVCache:
@@ -99,16 +100,32 @@ class KVCache:
     def compact(self, first: int, path: list[int], layers: range) -> None:
         """Move the accepted rows of a tree to where a chain would have them.
 
-        Row ``path[i]`` of the pass that began at slot ``first`` becomes slot ``first + i``; a chain's path is 0, 1, 2,
-        ... and moves nothing.
+        Row ``path[i]`` of the pass that began at slot ``first`` becomes slot ``first + i``; a path begins with the
+        root, 0, and a chain's is 0, 1, 2, ... and moves nothing.
         """
         if path == list(range(len(path))):
             return
-        for layer in layers:
-            for tensor in (self._keys[layer], self._values[layer]):
-                if tensor is not None:
-                    rows = torch.tensor([first + row for row in path], device=tensor.device)
-                    tensor[:, :, first : first + len(path)] = tensor.index_select(2, rows)
+        tensors = [t for layer in layers for t in (self._keys[layer], self._values[layer]) if t is not None]
+        for device in dict.fromkeys(t.device for t in tensors):
+            here = [t for t in tensors if t.device == device]
+            if dispatch.implementation(device) == "triton":
+                self._move(here, first, path)
+                continue
+            rows = torch.tensor([first + row for row in path], device=device)
+            for tensor in here:
+                tensor[:, :, first : first + len(path)] = tensor.index_select(2, rows)
+
+    def _move(self, tensors: list[Tensor], first: int, path: list[int]) -> None:
+        """`compact` of ``tensors`` on one device, all in one launch."""
+        key = ("compact", *(t.data_ptr() for t in tensors))
+        if key not in self.plans:
+            self.plans[key] = hold(tensors)
+        held: Held = self.plans[key]
+        numbers = torch.tensor([first, len(path) - 1, *path[1:]], device=held.table.device).expand(held.batch, -1)
+        ops.compact(
+            held.tensors, held.table, held.num_heads, held.num_bytes, held.alignment,
+            numbers[:, 2:], numbers[:, 1], numbers[:, 0],
+        )  # fmt: skip
 
     def spread(self, pads: Tensor) -> None:
         """Go on with as many sequences as there are ``pads`` [B], each beginning, behind its padding, with what the one
