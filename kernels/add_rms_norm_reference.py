@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .checks import require_dtype, require_shape
 
+MOST_COLUMNS = 16384  # that registers can hold of a row
+
 
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, is_offset: bool = False

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .add_rms_norm_reference import check
+from .add_rms_norm_reference import MOST_COLUMNS, check
 from .checks import require_device
 
-WARPS = {1024: 4, 4096: 8, 16384: 16}  # by the widest block; a thread holds at most 32 numbers
+WARPS = {1024: 4, 4096: 8, MOST_COLUMNS: 16}  # by the widest block; a thread holds at most 32 numbers
 
 
 @triton.jit
@@ -50,19 +50,14 @@ def rms_norm(total: Tensor, weight: Tensor, eps: float, is_offset: bool = False)
     return _launch(total, None, weight, eps, is_offset)[1]
 
 
-def takes(width: int) -> bool:
-    """Whether rows of so many numbers fit into registers."""
-    return width <= max(WARPS)
-
-
 def _launch(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, is_offset: bool
 ) -> tuple[Tensor, Tensor]:
     check(residual, delta, weight)
     require_device(residual=residual, delta=delta, weight=weight)
     width = residual.shape[-1]
-    if not takes(width):
-        raise ValueError(f"rows of at most {max(WARPS)} numbers, got {width}")
+    if width > MOST_COLUMNS:
+        raise ValueError(f"rows of at most {MOST_COLUMNS} numbers, got {width}")
     block = triton.next_power_of_2(width)
     num_warps = next(warps for widest, warps in WARPS.items() if block <= widest)
     residual, normed = residual.contiguous(), residual.new_empty(residual.shape)

@@ -31,8 +31,8 @@ def rope_append(
     """Queries [B, H, R, D] of ``qkv`` [B, R, (H + 2 Hkv) D], rotated; keys and values go to their cache, in place.
 
     ``cos`` and ``sin`` [T, W] are tables in the dtype of ``qkv``, ``keys`` and ``values`` [B, Hkv, S, D] the cache of
-    one layer in any dtype, ``positions`` and ``slots`` [B, R] int64; a row of a negative slot is not kept. ``norms`` are
-    the weights [D] of the RMSNorms of queries and keys, with ``eps``.
+    one layer in any dtype, ``positions`` and ``slots`` [B, R] int64; a row of a negative slot is not kept.
+    ``norms`` are the weights [D] of the RMSNorms of queries and keys, with ``eps``.
     """
     num_queries = check(qkv, cos, sin, positions, keys, values, slots, norms)
     groups, width = keys.shape[1], keys.shape[3]

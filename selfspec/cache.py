@@ -35,7 +35,8 @@ class KVCache:
         self.lengths = [0] * num_layers
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self._first = self._end = 0
+        self._first = 0
+        self._end: int | None = 0  # None: all slots
         self._slots: Tensor | None = None
         self.plans: dict[Any, Any] = {}  # kept by kernels that go by addresses, which live as long as the tensors
 
@@ -47,18 +48,31 @@ class KVCache:
 
     def open_at(self, slots: Tensor) -> None:
         """Begin a pass whose rows go to ``slots`` [R], known to the device alone; its attention spans all slots."""
-        self._slots = slots
+        self._end, self._slots = None, slots
+
+    def slots(self, num_rows: int, device: torch.device) -> Tensor:
+        """Where the pass's rows go, [R]."""
+        if self._slots is None:
+            self._slots = torch.arange(self._first, self._first + num_rows, device=device)
+        return self._slots
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""
         keys, values = self.tensors(layer_idx, key, key.shape[1], key.shape[3], value.shape[3])
-        if self._slots is not None:
-            keys.index_copy_(2, self._slots, key.to(keys.dtype))
-            values.index_copy_(2, self._slots, value.to(values.dtype))
-            return keys, values
-        stop = self._first + key.shape[2]
-        keys[:, :, self._first : stop] = key
-        values[:, :, self._first : stop] = value
+        if self._end is None:
+            keys.index_copy_(2, self.slots(key.shape[2], key.device), key.to(keys.dtype))
+            values.index_copy_(2, self.slots(key.shape[2], key.device), value.to(values.dtype))
+        else:
+            stop = self._first + key.shape[2]
+            keys[:, :, self._first : stop] = key
+            values[:, :, self._first : stop] = value
+        return self.read(layer_idx)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of all slots of a layer that the pass's attention spans."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None
+        assert values is not None
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def tensors(

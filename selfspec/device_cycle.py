@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from selfspec.cache import KVCache
 from selfspec.exits import ExitHead
 from selfspec.kernels import ops
-from selfspec.layer_calls import Place, call_layer
+from selfspec.layer_calls import Place
 from selfspec.sampling import TARGET_STREAM, Sampling, logits_to_probs
 from selfspec.target import Target, pad_rows
 
@@ -176,13 +176,9 @@ class DeviceCycle:
         self, modules: Sequence[nn.Module], slots: range, hidden: Tensor, first: Tensor, writes: Tensor | None = None
     ) -> Tensor:
         """`Target.run_modules` likewise; rows go to the slots ``writes`` [R] of the cache, if they are given."""
-        num_layers, width = self.target.num_layers, self.cache.width
-        num_rows = hidden.shape[1]
-        is_exact = width is not None and slots.start < num_layers
+        num_rows, width = hidden.shape[1], self.cache.width
+        is_exact = width is not None and slots.start < self.target.num_layers
         place = Place(first, num_rows, self.cache.capacity, width=width if is_exact else None)
         by_layer = self.calls.at(place, self.target.device)
         self.cache.open_at(first + torch.arange(num_rows, device=first.device) if writes is None else writes)
-        for module, slot in zip(modules, slots, strict=True):
-            called_like = slot if slot < num_layers else slot - len(modules)
-            hidden = call_layer(module, hidden, by_layer[called_like], self.cache)
-        return hidden
+        return self.target.call_modules(modules, hidden, slots, by_layer, self.cache)
