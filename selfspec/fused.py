@@ -6,6 +6,8 @@ The family's own modules remain the definition: `Target.self_check` compares, an
 Shapes: R rows of a pass, D hidden.
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ from selfspec.plain_layers import FAMILIES, NotPlainError, is_hooked, read_layer
 
 if TYPE_CHECKING:
     from selfspec.target import Target
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,10 @@ class FusedLayers:
 
         Through no modules they go as in the plan ``beside``, whose layers are left out.
         """
+        if cache.is_float8:
+            if self._find(modules[0]) is not None:
+                _notice_float8()
+            return None
         if not modules:
             aside = (id(beside), slots)
             if beside is not None and aside not in cache.plans:
@@ -209,6 +217,11 @@ class FusedLayers:
             layer.scaling, float(layer.attention_norm.variance_epsilon),
         )  # fmt: skip
         return _Addresses(module, words, shape, kept) if kernels.fits(shape) else None
+
+
+@functools.cache
+def _notice_float8() -> None:
+    logger.warning("the CPU's kernels do not take keys and values in float8: layers run by their modules, slower")
 
 
 def _placed(plan: _Plan, rows: int, first: int, parents: Sequence[int] | None) -> tuple[int, list[int], Tensor | None]:

@@ -61,7 +61,7 @@ class EarlyExitModel:
         self.target, self.tokenizer = target, tokenizer
         self.exits: dict[str, ExitHead] = exits or {}
         self.engine = Engine(target)
-        self._row_exact: set[tuple[int, int]] = set()  # widths, and numbers of rows, that were seen to be
+        self._row_exact: set[tuple[int, int, bool]] = set()  # widths, numbers of rows, caches seen to be
         self._lock = threading.Lock()
 
     @property
@@ -154,7 +154,8 @@ class EarlyExitModel:
         ...; a temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name)
         or ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn
         where all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
-        ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``. Raises
+        ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``;
+        ``kv_cache_dtype`` "float8": keys and values in eight bits, and ``exact`` on by default. Raises
         ValueError for settings out of range, NotImplementedError for beams and several sequences a prompt, RuntimeError
         when another generation is running on this model, NonFiniteLogitsError when the target's logits are NaN or
         infinite, MemoryError where there is no room.
@@ -237,15 +238,22 @@ class EarlyExitModel:
     ) -> tuple[Drafter, DecodeState]:
         """From resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
         drafter, draft_len = self._drafter(options)
-        exact = is_exact_by_default(self.target.dtype) if options.exact is None else options.exact
-        width = self._exact_width(draft_len) if exact else None
+        is_exact = options.exact
+        if is_exact is None:  # with float8 keys too: what rounds to another one of 256 numbers is no near-tie
+            is_exact = options.is_float8 or is_exact_by_default(self.target.dtype)
+        width = self._exact_width(draft_len, options.is_float8) if is_exact else None
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
         head = drafter.exit_head
         num_slots = 1 if head is None else max(1, len(head.blocks))
         state = DecodeState(
             tokens=list(prompt.tokens),
-            cache=KVCache(self.target.num_layers + num_slots, max_length + (width or draft_len + 1), width),
+            cache=KVCache(
+                self.target.num_layers + num_slots,
+                max_length + (width or draft_len + 1),
+                width,
+                is_float8=options.is_float8,
+            ),
             max_length=max_length,
             vocab_size=self.target.vocab_size,
             device=self.target.device,
@@ -316,6 +324,7 @@ class EarlyExitModel:
         exact: bool | None = None,
         acceptance: str = "coupled",
         seed: int | None = None,
+        kv_cache_dtype: str | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
         """For ``hf_model.generate(..., custom_generate=model.custom_generate)``; returns sequences [B, S]."""
@@ -323,22 +332,25 @@ class EarlyExitModel:
             raise ValueError("custom_generate belongs to another model than the one generating")
         if generation_config is None:
             raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
-        options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed)
+        options = settings.DecodeOptions(
+            draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed, kv_cache_dtype=kv_cache_dtype
+        )
         # not an argument by name: transformers would take it from the user's call as well as make it
         prompts = settings.read_prompts(input_ids, model_kwargs.get("attention_mask"))
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
         return self._generate(input_ids, prompts, generation_config, processors, criteria, options).sequences
 
-    def _exact_width(self, draft_len: int) -> int:
+    def _exact_width(self, draft_len: int, is_float8: bool) -> int:
         """The row width of exact mode: 1 where rows are exact as they come, else one that holds them all.
 
         Raises ValueError where this model's rows depend on their neighbours or on their index.
         """
         smallest = EXACT_WIDTHS.index(exact_width(draft_len))
         self.target.notice_changes()
-        unpadded = [1] if self.target.fused.is_in_use else []  # by construction, at any number of rows
+        # by construction, at any number of rows
+        unpadded = [1] if self.target.fused.is_in_use and not is_float8 else []
         for width in (*unpadded, *EXACT_WIDTHS[smallest : smallest + 2]):
-            key = (width, max(width, draft_len + 1))
+            key = (width, max(width, draft_len + 1), is_float8)
             if key in self._row_exact:
                 return width
             with self.alone():

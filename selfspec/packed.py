@@ -21,9 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from selfspec import float8
 from selfspec.cache import KVCache
 from selfspec.kernels import dispatch, ops
 from selfspec.kernels.add_rms_norm_reference import MOST_COLUMNS
+from selfspec.kernels.row_view import RowView
 from selfspec.layer_calls import Call, call_layer
 from selfspec.plain_layers import NotPlainError, PlainLayer, is_hooked, read_layer
 
@@ -53,14 +55,25 @@ class _Packed:
         rows = rows.view(batch, -1) if len(cos) == len(rows) else rows[:num_rows].expand(batch, -1)
         hidden, normed = _norm(hidden, delta, layer.attention_norm)
         qkv = dispatch.linear(normed, *self.qkv)  # [B, R, (H + 2 Hkv) W]
-        keys, values = cache.tensors(slot, qkv, layer.k.out_features // layer.head_width, layer.head_width)
-        slots = cache.slots(num_rows, qkv.device).expand(batch, -1)
-        queries = ops.rope_append(qkv, cos, sin, rows, keys, values, slots, *_head_norms(layer))  # [B, H, R, W]
-        mask = call[1].get("attention_mask")
-        seen = dispatch.attention(queries, *cache.read(slot), mask, layer.scaling).flatten(2)  # [B, R, H W]
+        queries = self._append(qkv, cos, sin, rows, slot, cache)
+        seen = _attend(queries, slot, cache, call[1].get("attention_mask"), layer.scaling).flatten(2)  # [B, R, H W]
         hidden, normed = _norm(hidden, dispatch.linear(seen, layer.o.weight, layer.o.bias), layer.mlp_norm)
         gate, up = dispatch.linear(normed, *self.gate_up).chunk(2, dim=-1)
         return hidden, dispatch.linear(nn.functional.silu(gate) * up, layer.down.weight)
+
+    def _append(self, qkv: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, slot: int, cache: KVCache) -> Tensor:
+        """Queries [B, H, R, W] of ``qkv`` [B, R, (H + 2 Hkv) W]; the cache gets the keys and values."""
+        layer, (batch, num_rows, _) = self.layer, qkv.shape
+        norms, groups = _head_norms(layer), layer.k.out_features // layer.head_width
+        if cache.is_float8:
+            made = qkv.new_empty(2, batch, groups, num_rows, layer.head_width)
+            places = torch.arange(num_rows, device=qkv.device).expand(batch, -1)
+            queries = ops.rope_append(qkv, cos, sin, rows, made[0], made[1], places, *norms)
+            cache.write(made[0], made[1], slot)
+            return queries
+        keys, values = cache.tensors(slot, qkv, groups, layer.head_width)
+        slots = cache.slots(num_rows, qkv.device).expand(batch, -1)
+        return ops.rope_append(qkv, cos, sin, rows, keys, values, slots, *norms)
 
 
 class PackedLayers:
@@ -134,6 +147,17 @@ def _head_norms(layer: PlainLayer) -> tuple[Tensor | None, Tensor | None, float]
         return None, None, 0.0
     query, key = layer.head_norms
     return query.weight, key.weight, query.variance_epsilon
+
+
+def _attend(queries: Tensor, slot: int, cache: KVCache, mask: Any, scale: float) -> Tensor:
+    """What rows ``queries`` [B, H, R, W] see of a layer, [B, R, H, W]; the kernel reads float8 as it is."""
+    if not cache.is_float8 or not isinstance(mask, RowView):
+        return dispatch.attention(queries, *cache.read(slot, queries.dtype), mask, scale)
+    (keys, values), (by_key, by_value) = (t.view(float8.DTYPE) for t in cache.stored(slot)), cache.scales(slot)
+    groups = keys.shape[1]
+    scaled = queries.unflatten(1, (groups, -1)) * by_key.to(queries.dtype)[:, :, None]  # exact: powers of two
+    seen = dispatch.attention(scaled.flatten(1, 2), keys, values, mask, scale)
+    return (seen.unflatten(2, (groups, -1)) * by_value.to(seen.dtype)[:, None]).flatten(2, 3)
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------

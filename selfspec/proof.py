@@ -55,7 +55,7 @@ def check_split(target: "Target") -> None:
 
 
 @torch.no_grad()
-def is_row_exact(target: "Target", width: int, num_rows: int | None = None) -> bool:
+def is_row_exact(target: "Target", width: int, num_rows: int | None = None, is_float8: bool = False) -> bool:
     """Whether, at a fixed row width, a row's logits depend neither on its neighbours nor on its index.
 
     Runs ``num_rows`` tokens (as many as the width unless given) behind a short prompt one at a time and in one pass,
@@ -66,7 +66,7 @@ def is_row_exact(target: "Target", width: int, num_rows: int | None = None) -> b
     generator = torch.Generator().manual_seed(2)
     high = _num_ids(target)
     tokens = torch.randint(0, high, (1, num_prompt + num_rows), generator=generator).to(target.device)
-    cache = KVCache(target.num_layers, num_prompt + num_rows + width, width)
+    cache = KVCache(target.num_layers, num_prompt + num_rows + width, width, is_float8=is_float8)
 
     def run(first: int, last: int) -> Tensor:
         return target.finish(target.embed(tokens[:, first:last], first), 0, cache)[0]

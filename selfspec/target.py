@@ -164,9 +164,9 @@ class Target:
         """See `proof.check_split`; runs at set-up."""
         proof.check_split(self)
 
-    def is_row_exact(self, width: int, num_rows: int | None = None) -> bool:
+    def is_row_exact(self, width: int, num_rows: int | None = None, is_float8: bool = False) -> bool:
         """See `proof.is_row_exact`."""
-        return proof.is_row_exact(self, width, num_rows)
+        return proof.is_row_exact(self, width, num_rows, is_float8)
 
     @property
     def base_layers(self) -> list[nn.Module]:
@@ -237,7 +237,7 @@ class Target:
         tree, width = None if parents is None else tuple(parents), cache.width if is_exact else None
         place = Place(first, hidden.shape[1], read_end, tree, cache.pads, width)
         by_layer = calls.at(place, self.device)
-        cache.open(first, hidden.shape[1], read_end)
+        cache.open(first, hidden.shape[1], read_end, num_rows)
         hidden = self.call_modules(modules, hidden, slots, by_layer, cache)
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows].to(self.device)  # layers may lie on several

@@ -88,6 +88,7 @@ def test_plain_output_has_no_colour_when_piped_and_ends_with_the_figures(checkpo
         (["hi", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["hi", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
         (["hi", "--min-confidence", "2"], "min_confidence must be in [0, 1]"),
+        (["hi", "--kv-cache-dtype", "int8"], "kv_cache_dtype='int8'; choose float8"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message):
