@@ -15,6 +15,8 @@ from .checks import require_device
 
 WARPS = {1024: 4, 4096: 8, MOST_COLUMNS: 16}  # by the widest block; a thread holds at most 32 numbers
 
+EXACT = {"enable_fp_fusion": False}  # with a sum to make and without, a row rounds alike
+
 
 @triton.jit
 def norm_row(
@@ -64,6 +66,6 @@ def _launch(
     total = residual if delta is None else residual.new_empty(residual.shape)
     norm_row[(residual.numel() // width,)](
         residual, residual if delta is None else delta.contiguous(), weight.contiguous(), total, normed, width, eps,
-        HAS_DELTA=delta is not None, IS_OFFSET=is_offset, BLOCK=block, num_warps=num_warps,
+        HAS_DELTA=delta is not None, IS_OFFSET=is_offset, BLOCK=block, num_warps=num_warps, **EXACT,
     )  # fmt: skip
     return total, normed

@@ -83,6 +83,7 @@ class PackedLayers:
         self.target = target
         self._layers: WeakKeyDictionary[nn.Module, _Packed | None] = WeakKeyDictionary()
         self._told: set[str] = set()
+        self._is_given_up = False
 
     @property
     def is_in_use(self) -> bool:
@@ -94,7 +95,7 @@ class PackedLayers:
 
         Again where they may have changed: weights that lie elsewhere now are packed anew.
         """
-        if dispatch.implementation(self.target.device) != "triton":
+        if self._is_given_up or dispatch.implementation(self.target.device) != "triton":
             self._layers.update(dict.fromkeys(modules))
             return
         uses, problems = _uses(self.target.base), list[str]()
@@ -113,7 +114,8 @@ class PackedLayers:
 
     def refuse(self, reason: str) -> None:
         """Run all layers by their modules from now on."""
-        self._layers.clear()
+        self._is_given_up = True
+        self.look_again()
         self._tell(f"layers run by their modules, slower: {reason}")
 
     def run(

@@ -151,6 +151,18 @@ def test_an_edited_weight_is_heeded_and_a_moved_one_packed_again():
         torch.testing.assert_close(each.norm(states), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_addresses_stay_as_long_as_nobody_moves_weights():
+    """Captured graphs know them: an exit's block is packed when it is made, and a later text packs nothing again."""
+    target = Target(small(), check=False)
+    blocks = trained_exit(target, exit_layer=1, recall_layers=(1, 2)).blocks
+    assert all(target.packed._layers[module] is not None for module in blocks)
+    parameters = [p for module in (target.base, *blocks) for p in module.parameters()]
+    addresses = [p.data_ptr() for p in parameters]
+    for _ in range(2):
+        target.notice_changes()
+        assert [p.data_ptr() for p in parameters] == addresses
+
+
 # ---- what is left to the modules ----------------------------------------------------------------------------------
 
 
@@ -228,5 +240,6 @@ def test_the_check_at_load_gives_up_layers_that_differ(monkeypatch, caplog):
     monkeypatch.setattr(packed, "_norm", lambda hidden, *a: (lambda s, n: (s, 1.01 * n))(*norm(hidden, *a)))
     with caplog.at_level(logging.WARNING):
         target = Target(small(num_hidden_layers=1))
+    target.notice_changes()
     assert not target.packed.is_in_use
     assert lines(caplog)[0].startswith("packed they differ from the family's own (logit gap")

@@ -69,6 +69,7 @@ JOBS = {
         typed(bf16="residual delta weight total normed", number="eps"),
         {"HAS_DELTA": True, "IS_OFFSET": False, "BLOCK": max(norm.WARPS)},
         norm.WARPS[max(norm.WARPS)],
+        options=norm.EXACT,
         divisible=("width",),
     ),
     "loss": Job(
@@ -102,7 +103,7 @@ def usage() -> dict[str, dict[str, int]]:
     for name, variants in VARIANTS.items():
         for constants in variants:
             jobs[f"{name} {constants}"] = replace(JOBS[name], constants=JOBS[name].constants | constants)
-    jobs[STARVED] = replace(JOBS["norm"], options={"maxnreg": 24})
+    jobs[STARVED] = replace(JOBS["norm"], options=norm.EXACT | {"maxnreg": 24})
     return dict(zip(jobs, compiled(list(jobs.values())), strict=True))
 
 
