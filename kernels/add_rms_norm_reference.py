@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .checks import require_dtype, require_shape
 
+MOST_COLUMNS = 16384  # that registers can hold of a row
+
 
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, is_offset: bool = False
@@ -20,16 +22,23 @@ def add_rms_norm(
     """The sum and its norm, [..., D] both, of ``residual`` and ``delta`` [..., D] and ``weight`` [D], of one dtype."""
     check(residual, delta, weight)
     total = residual + delta
+    return total, rms_norm(total, weight, eps, is_offset)
+
+
+def rms_norm(total: Tensor, weight: Tensor, eps: float, is_offset: bool = False) -> Tensor:
+    """The norm alone, to the bit, of a sum ``total`` [..., D] that is there already."""
+    check(total, None, weight)
     wide = total.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if is_offset:
-        return total, (normed * (1.0 + weight.float())).to(total.dtype)
-    return total, weight * normed.to(total.dtype)
+        return (normed * (1.0 + weight.float())).to(total.dtype)
+    return weight * normed.to(total.dtype)
 
 
-def check(residual: Tensor, delta: Tensor, weight: Tensor) -> None:
+def check(residual: Tensor, delta: Tensor | None, weight: Tensor) -> None:
     """Raise for arguments that `add_rms_norm` does not take."""
-    require_shape("delta", delta, *residual.shape)
     require_shape("weight", weight, residual.shape[-1])
-    for name, tensor in {"delta": delta, "weight": weight}.items():
-        require_dtype(name, tensor, residual.dtype)
+    require_dtype("weight", weight, residual.dtype)
+    if delta is not None:
+        require_shape("delta", delta, *residual.shape)
+        require_dtype("delta", delta, residual.dtype)

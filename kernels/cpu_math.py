@@ -279,7 +279,7 @@ def _largest(values: int, count: int) -> float:
 
 
 @njit(fastmath=FAST, error_model="numpy")
-def worth(logits: int, count: int, top: float, chance: float) -> float:
+def worth(logits: int, count: int, top: float, chance: float) -> Any:
     """The logit that stands for ``chance``, where the largest is ``top``."""
     values, total = floats(logits), np.float32(0)
     for i in range(count):

@@ -1,7 +1,8 @@
 """The kernels beside attention as operators of torch: a traced or compiled graph holds each of them as one node.
 
 Which implementation runs is for `dispatch` to say. Arguments are those of the functions, of which see the references,
-except that `compact` takes apart what a cache is held by, and that `exit_loss_` always leaves the gradient in place.
+except that `compact` takes apart what a cache is held by and `rope_append` its norms, and that `exit_loss_` always
+leaves the gradient in place.
 
 Shapes: B sequences, R rows, K drafted tokens, D width, the rest any.
 """
@@ -107,17 +108,27 @@ def compact(
 
 @custom_op("selfspec::rope_append", mutates_args=("keys", "values"))
 def rope_append(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """Queries [B, H, R, D]; ``keys`` and ``values`` get the rows' own."""
     turn = _implementation("rope_append", qkv).rope_append
-    queries: Tensor = turn(qkv, cos, sin, positions, keys, values, slots)
+    norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
+    queries: Tensor = turn(qkv, cos, sin, positions, keys, values, slots, norms, eps)
     return queries
 
 
 @rope_append.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-    del cos, sin, positions, values, slots
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, *_: Any) -> Tensor:
+    del cos, sin, positions
     (batch, rows, size), groups, width = qkv.shape, keys.shape[1], keys.shape[3]
     return qkv.new_empty(batch, size // width - 2 * groups, rows, width)
 
@@ -133,6 +144,18 @@ def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, is
 @add_rms_norm.register_fake
 def _(residual: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+@custom_op("selfspec::rms_norm", mutates_args=())
+def rms_norm(total: Tensor, weight: Tensor, eps: float, is_offset: bool) -> Tensor:
+    """The norm, [..., D]."""
+    normed: Tensor = _implementation("add_rms_norm", total).rms_norm(total, weight, eps, is_offset)
+    return normed
+
+
+@rms_norm.register_fake
+def _(total: Tensor, *_: Any) -> Tensor:
+    return total.new_empty(total.shape)
 
 
 @custom_op("selfspec::exit_loss_", mutates_args=("logits",))

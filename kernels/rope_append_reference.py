@@ -5,6 +5,7 @@
     y[i] = x[i]                                         for i >= W (partial rotary)
 
 with cos and sin of the row's position, every product and sum rounded to the dtype of x, as the families' modules do.
+Where the family has them, RMSNorms of queries and keys over each head's width come first.
 
 Shapes: B sequences, R rows, H query heads, Hkv key/value heads, D head width, W rotary width, S slots, T positions.
 """
@@ -12,6 +13,7 @@ Shapes: B sequences, R rows, H query heads, Hkv key/value heads, D head width, W
 import torch
 from torch import Tensor
 
+from .add_rms_norm_reference import rms_norm
 from .checks import require_dtype, require_shape
 
 
@@ -23,16 +25,21 @@ def rope_append(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Queries [B, H, R, D] of ``qkv`` [B, R, (H + 2 Hkv) D], rotated; keys and values go to their cache, in place.
 
     ``cos`` and ``sin`` [T, W] are tables in the dtype of ``qkv``, ``keys`` and ``values`` [B, Hkv, S, D] the cache of
     one layer in any dtype, ``positions`` and ``slots`` [B, R] int64; a row of a negative slot is not kept.
+    ``norms`` are the weights [D] of the RMSNorms of queries and keys, with ``eps``.
     """
-    num_queries = check(qkv, cos, sin, positions, keys, values, slots)
+    num_queries = check(qkv, cos, sin, positions, keys, values, slots, norms)
     groups, width = keys.shape[1], keys.shape[3]
     heads = qkv.unflatten(2, (-1, width)).transpose(1, 2)  # [B, H + 2 Hkv, R, D]
     q, k, v = heads.split([num_queries, groups, groups], dim=1)
+    if norms is not None:
+        q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
     tables = cos[positions][:, None], sin[positions][:, None]  # [B, 1, R, W]
     sequence, row = (slots >= 0).nonzero(as_tuple=True)
     at = slots[sequence, row]
@@ -47,7 +54,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turning * cos + torch.cat([-right, left], dim=-1) * sin, still], dim=-1)
 
 
-def check(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> int:
+def check(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+) -> int:  # fmt: skip
     """Raise for arguments that `rope_append` does not take; the number of query heads."""
     batch, groups, num_slots, width = keys.shape
     rows = qkv.shape[1]
@@ -64,4 +74,7 @@ def check(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor
         require_dtype(name, tensor, torch.int64)
     for name, tensor in {"cos": cos, "sin": sin}.items():
         require_dtype(name, tensor, qkv.dtype)
+    for weight in norms or ():
+        require_shape("norms", weight, width)
+        require_dtype("norms", weight, qkv.dtype)
     return num_queries

@@ -7,9 +7,12 @@ and nothing is recomputed. Exit heads keep their own keys and values in further 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from selfspec.kernels import dispatch
+from selfspec import float8
+from selfspec.kernels import dispatch, ops
+from selfspec.kernels.compact_reference import Held, hold
 
 
 class KVCache:
@@ -24,40 +27,91 @@ class KVCache:
 
     ``pads`` [B] are the slots at each sequence's start that hold padding: slot s is position s - pads[b], and nothing
     looks at what stands before position 0. So prompts of different lengths end at one slot and go on together.
+
+    ``is_float8`` keeps them in eight bits, of one sequence: see `float8`. Attention modules read them in their dtype.
     """
 
-    def __init__(self, num_layers: int, capacity: int, width: int | None = None, pads: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        width: int | None = None,
+        pads: Tensor | None = None,
+        is_float8: bool = False,
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be positive, got {capacity}")
-        self.capacity, self.width, self.pads = capacity, width, pads
+        if is_float8 and pads is not None:
+            raise NotImplementedError("a float8 cache holds one sequence, without padding")
+        self.capacity, self.width, self.pads, self.is_float8 = capacity, width, pads, is_float8
         self.lengths = [0] * num_layers
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self._first = self._end = 0
+        self._scales: dict[int, Tensor] = {}  # of keys and values, [2, B, Hkv, 1, 1] a layer
+        self._first = self._num_kept = 0
+        self._end: int | None = 0  # None: all slots
         self._slots: Tensor | None = None
         self.plans: dict[Any, Any] = {}  # kept by kernels that go by addresses, which live as long as the tensors
 
-    def open(self, first: int, num_rows: int, read_end: int) -> None:
-        """Begin a pass: its rows go to slots [first, first + num_rows), its attention spans slots [0, read_end)."""
+    def open(self, first: int, num_rows: int, read_end: int, num_kept: int | None = None) -> None:
+        """Begin a pass: its rows go to slots [first, first + num_rows), its attention spans slots [0, read_end).
+
+        ``num_kept`` of the rows are no padding of exact mode (None: all).
+        """
         if first + num_rows > self.capacity:
             raise ValueError(f"cache holds {self.capacity} slots, a pass needs {first + num_rows}")
         self._first, self._end, self._slots = first, read_end, None
+        self._num_kept = num_rows if num_kept is None else num_kept
 
     def open_at(self, slots: Tensor) -> None:
         """Begin a pass whose rows go to ``slots`` [R], known to the device alone; its attention spans all slots."""
-        self._slots = slots
+        self._end, self._slots = None, slots
+
+    def slots(self, num_rows: int, device: torch.device) -> Tensor:
+        """Where the pass's rows go, [R]."""
+        if self._slots is None:
+            self._slots = torch.arange(self._first, self._first + num_rows, device=device)
+        return self._slots
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return views of all slots that attention spans."""
-        keys, values = self.tensors(layer_idx, key, key.shape[1], key.shape[3], value.shape[3])
-        if self._slots is not None:
-            keys.index_copy_(2, self._slots, key.to(keys.dtype))
-            values.index_copy_(2, self._slots, value.to(values.dtype))
-            return keys, values
+        """Write the pass's ``key`` and ``value`` [B, Hkv, R, D]; return all slots that attention spans."""
+        self.write(key, value, layer_idx)
+        return self.read(layer_idx, dispatch.cache_dtype(key))
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Put the pass's ``key`` and ``value`` [B, Hkv, R, D] to its slots."""
+        keys, values = self.tensors(layer, key, key.shape[1], key.shape[3], value.shape[3])
+        if self.is_float8:
+            scales = self._scales[layer]
+            if self._end is not None and self._first == 0:  # the prompt's pass
+                scales.copy_(torch.stack([float8.scale_of(t[:, :, : self._num_kept]) for t in (key, value)]))
+            key, value = float8.to_bytes(key, scales[0]), float8.to_bytes(value, scales[1])
+        if self._end is None:
+            keys.index_copy_(2, self.slots(key.shape[2], key.device), key.to(keys.dtype))
+            values.index_copy_(2, self.slots(key.shape[2], key.device), value.to(values.dtype))
+            return
         stop = self._first + key.shape[2]
         keys[:, :, self._first : stop] = key
         values[:, :, self._first : stop] = value
+
+    def read(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Views of all slots of a layer that the pass's attention spans, of a float8 cache copies in ``dtype``."""
+        keys, values = self.stored(layer)
+        if not self.is_float8:
+            return keys, values
+        by_key, by_value = self._scales[layer]
+        return float8.from_bytes(keys, by_key, dtype), float8.from_bytes(values, by_value, dtype)
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of the same slots as they are."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None
+        assert values is not None
         return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def scales(self, layer: int) -> Tensor:
+        """What the keys and values of a float8 cache are multiplied by, [2, B, Hkv, 1, 1]."""
+        return self._scales[layer]
 
     def tensors(
         self, layer: int, like: Tensor, heads: int, width: int, value_width: int | None = None
@@ -69,6 +123,8 @@ class KVCache:
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             shape, dtype = (like.shape[0], heads, -(-self.capacity // 8) * 8), dispatch.cache_dtype(like)
+            if self.is_float8:
+                dtype, self._scales[layer] = torch.uint8, like.new_ones(2, *shape[:2], 1, 1, dtype=torch.float32)
             keys = self._keys[layer] = like.new_zeros(*shape, width, dtype=dtype)
             values = self._values[layer] = like.new_zeros(*shape, value_width or width, dtype=dtype)
         return keys, values
@@ -98,21 +154,40 @@ class KVCache:
     def compact(self, first: int, path: list[int], layers: range) -> None:
         """Move the accepted rows of a tree to where a chain would have them.
 
-        Row ``path[i]`` of the pass that began at slot ``first`` becomes slot ``first + i``; a chain's path is 0, 1, 2,
-        ... and moves nothing.
+        Row ``path[i]`` of the pass that began at slot ``first`` becomes slot ``first + i``; a path begins with the
+        root, 0, and a chain's is 0, 1, 2, ... and moves nothing.
         """
         moved = [
             (first + i, first + row) for i, row in enumerate(path) if row != i
         ]  # rising: none is overwritten early
-        for layer in layers if moved else ():
-            for tensor in (self._keys[layer], self._values[layer]):
-                for slot, source in moved if tensor is not None else ():
+        tensors = [t for layer in layers for t in (self._keys[layer], self._values[layer]) if t is not None]
+        for device in dict.fromkeys(t.device for t in tensors) if moved else ():
+            here = [t for t in tensors if t.device == device]
+            if dispatch.implementation(device) == "triton":
+                self._move(here, first, path)
+                continue
+            for tensor in here:
+                for slot, source in moved:
                     tensor[:, :, slot] = tensor[:, :, source]
+
+    def _move(self, tensors: list[Tensor], first: int, path: list[int]) -> None:
+        """`compact` of ``tensors`` on one device, all in one launch."""
+        key = ("compact", *(t.data_ptr() for t in tensors))
+        if key not in self.plans:
+            self.plans[key] = hold(tensors)
+        held: Held = self.plans[key]
+        numbers = torch.tensor([first, len(path) - 1, *path[1:]], device=held.table.device).expand(held.batch, -1)
+        ops.compact(
+            held.tensors, held.table, held.num_heads, held.num_bytes, held.alignment,
+            numbers[:, 2:], numbers[:, 1], numbers[:, 0],
+        )  # fmt: skip
 
     def spread(self, pads: Tensor) -> None:
         """Go on with as many sequences as there are ``pads`` [B], each beginning, behind its padding, with what the one
         sequence of this cache holds.
         """
+        if self.is_float8:
+            raise NotImplementedError("a float8 cache holds one sequence, without padding")
         self._keys, self._values = (
             [_spread(t, pads, self.lengths[0]) for t in ts] for ts in (self._keys, self._values)
         )

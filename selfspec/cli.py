@@ -24,6 +24,7 @@ from selfspec.cli_options import (
     ExitName,
     Exits,
     Json,
+    KvCacheDtype,
     MaxNewTokens,
     MinConfidence,
     Model,
@@ -73,6 +74,7 @@ def generate(
     draft: Annotated[Draft | None, typer.Option(help="Form of drafting; off is ordinary decoding.")] = None,
     acceptance: AcceptanceRule = Acceptance.coupled,
     exact: Exact = None,
+    kv_cache_dtype: KvCacheDtype = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut the start of a prompt that is too long.")] = False,
     allow_base_mismatch: AllowBaseMismatch = False,
     dtype: Dtype = None,
@@ -92,6 +94,7 @@ def generate(
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
             "draft_len": parse_draft_len(draft_len), "min_confidence": min_confidence, "draft_width": draft_width,
             "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
+            "kv_cache_dtype": kv_cache_dtype,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
         cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))

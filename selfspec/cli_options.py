@@ -73,6 +73,9 @@ AcceptanceRule = Annotated[Acceptance, typer.Option(help="Acceptance rule when s
 Exact = Annotated[
     bool | None, typer.Option("--exact/--no-exact", help="Bit-exact mode (L3); default: on in bf16 and fp16.")
 ]
+KvCacheDtype = Annotated[
+    str | None, typer.Option(help="float8: keys and values in eight bits; default: the model's dtype.")
+]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: what is fast here.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
 Config = Annotated[str, typer.Option(help="Name of a shipped config or path of a YAML file.")]

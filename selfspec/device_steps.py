@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfspec.cache import KVCache
 from selfspec.exits import ExitHead
 from selfspec.kernels import ops
-from selfspec.layer_calls import Place, call_layer
+from selfspec.layer_calls import Place
 from selfspec.sampling import Sampling, logits_to_probs
 from selfspec.target import Target, pad_rows
 
@@ -96,10 +96,7 @@ class Passes:
         place = Place(first, num_rows, self.cache.capacity, width=width if is_exact else None)
         by_layer = self.calls.at(place, self.target.device)
         self.cache.open_at(first + torch.arange(num_rows, device=first.device))
-        for module, slot in zip(modules, slots, strict=True):
-            called_like = slot if slot < num_layers else slot - len(modules)
-            hidden = call_layer(module, hidden, by_layer[called_like], self.cache)
-        return hidden
+        return self.target.call_modules(modules, hidden, slots, by_layer, self.cache)
 
     def finish(self, hidden: Tensor, start: int, first: Tensor, depths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """`Target.finish` likewise: logits [1, R, V] in float32, and the states at ``depths`` side by side."""

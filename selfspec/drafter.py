@@ -276,7 +276,7 @@ def empty_draft(device: torch.device) -> Draft:
 
 
 # by name; each is built from (target, exit_head, draft_len, min_confidence, draft_width)
-DRAFTERS: dict[str, Callable[[Target, ExitHead, int, float, int], Drafter]] = {
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "chain": ChainDrafter,
     "recursive": RecursiveDrafter,
     "parallel": ParallelDrafter,

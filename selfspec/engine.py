@@ -54,6 +54,7 @@ class Key:
     width: int | None
     capacity: int
     is_captured: bool
+    is_float8: bool
     is_inference: bool  # tensors made in torch's inference mode are of no use outside it
 
 
@@ -129,8 +130,8 @@ class Engine:
         # in exact mode by the width, which a text without drafts has too: the same room, hence the same bits
         needed = state.max_length + 3 * (width or draft_len + 1) + 1  # and a slot to spare
         capacity = max(SMALLEST_TIER, 1 << (needed - 1).bit_length())
-        is_inference = torch.is_inference_mode_enabled()
-        return Key(kind, width, capacity, is_captured, is_inference)
+        is_float8, is_inference = state.cache.is_float8, torch.is_inference_mode_enabled()
+        return Key(kind, width, capacity, is_captured, is_float8, is_inference)
 
     def _make(self, key: Key, num_layers: int) -> str | None:
         """Have cycles of that kind; what is in the way of it, None where nothing is."""
@@ -199,8 +200,9 @@ class Cycles:
 
     def __init__(self, target: Target, key: Key, num_layers: int) -> None:
         self.target, self.key = target, key
-        self.cache = KVCache(num_layers, key.capacity, key.width)
+        self.cache = KVCache(num_layers, key.capacity, key.width, is_float8=key.is_float8)
         self.held, self.is_in_use = Held.of(target, key.kind), False
+        target.calls_for(self.cache).require_windows()
         began = time.perf_counter()
         kinds = {count: replace(key.kind, draft_len=count) for count in {0, key.kind.draft_len}}
         made = {count: DeviceCycle(target, kind, self.cache, self._part(count)) for count, kind in kinds.items()}

@@ -52,6 +52,7 @@ class ExitHead:
             self.confidence = active(module.confidence)
             self.correction = None if module.correction is None else active(module.correction)
             self.blocks = [fold(block, target.dtype) for block in active(module.blocks)]
+            target.packed.take(self.blocks)
             norm = active(module.exit_norm)
         self.norm = norm
         with torch.no_grad():

@@ -6,6 +6,8 @@ The family's own modules remain the definition: `Target.self_check` compares, an
 Shapes: R rows of a pass, D hidden.
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
 from selfspec.cache import KVCache
 from selfspec.kernels import dispatch
 from selfspec.masks import MaskRule, tree_shape
+from selfspec.plain_layers import FAMILIES, NotPlainError, is_hooked, read_layer
 
 if TYPE_CHECKING:
     from selfspec.target import Target
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,7 @@ class FusedLayers:
         target, norm, output = self.target, self.target.norm, self.target.output
         if self._head is None:
             self._head = (_read_head(target),)
-        is_hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (norm, output))
-        return None if is_hooked else self._head[0]
+        return None if is_hooked(norm) or is_hooked(output) else self._head[0]
 
     def plan(
         self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache, beside: "_Plan | None" = None
@@ -137,6 +137,10 @@ class FusedLayers:
 
         Through no modules they go as in the plan ``beside``, whose layers are left out.
         """
+        if cache.is_float8:
+            if self._find(modules[0]) is not None:
+                _notice_float8()
+            return None
         if not modules:
             aside = (id(beside), slots)
             if beside is not None and aside not in cache.plans:
@@ -145,8 +149,7 @@ class FusedLayers:
         key = (id(modules[0]), slots, self._age)
         if key not in cache.plans:
             cache.plans[key] = self._make_plan(modules, like, slots, cache)
-        is_hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-        return None if is_hooked else cache.plans[key]
+        return None if any(map(is_hooked, modules)) else cache.plans[key]
 
     def _make_plan(self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
         found, tables = [self._find(module) for module in modules], self._table(slots.start)
@@ -182,22 +185,13 @@ class FusedLayers:
     def _read(self, module: Any) -> _Addresses | None:
         """Addresses of a layer of the Llama kind; None for any other, and where something stands in the way."""
         kernels = dispatch.cpu_kernels(self.target.device)
-        if kernels is None or self.target.family not in FAMILIES:
+        if kernels is None:
             return None
-        if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in module.modules()):
-            return None
-        attention: Any = getattr(module, "self_attn", None)
-        names = (*(f"self_attn.{name}" for name in LINEARS), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         try:
-            linears = [module.get_submodule(name) for name in names]
-            norms = [module.input_layernorm, module.post_attention_layernorm]
-        except AttributeError:
+            layer = read_layer(self.target.family, module)
+        except NotPlainError:
             return None
-        if not all(isinstance(m, nn.Linear) and kernels.takes(m.weight) for m in linears):
-            return None
-        if len({m.weight.dtype for m in linears}) > 1 or any(m.bias is not None for m in linears[4:]):
-            return None
-        if not isinstance(module.mlp.act_fn, nn.SiLU | SiLUActivation):
+        if not all(kernels.takes(m.weight) for m in layer.linears):
             return None
         kept: list[Tensor] = []
 
@@ -211,19 +205,23 @@ class FusedLayers:
             kept.append(linear.weight.detach())
             return kept[-1].data_ptr()
 
-        q, k, v, o, gate, up, down = linears
-        heads = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        q, k, v, heads = layer.q, layer.k, layer.v, layer.head_norms or (None, None)
         words = [
-            small(norms[0].weight), large(q), large(k), large(v), small(q.bias), small(k.bias), small(v.bias),
-            small(heads[0]), small(heads[1]), large(o), small(o.bias), small(norms[1].weight),
-            large(gate), large(up), large(down),
+            small(layer.attention_norm.weight), large(q), large(k), large(v), small(q.bias), small(k.bias),
+            small(v.bias), *(small(getattr(h, "weight", None)) for h in heads), large(layer.o), small(layer.o.bias),
+            small(layer.mlp_norm.weight), large(layer.gate), large(layer.up), large(layer.down),
         ]  # fmt: skip
-        width = attention.head_dim
+        width = layer.head_width
         shape = kernels.Shape(
-            q.in_features, q.out_features // width, k.out_features // width, width, gate.out_features,
-            float(attention.scaling), float(norms[0].variance_epsilon),
+            q.in_features, q.out_features // width, k.out_features // width, width, layer.gate.out_features,
+            layer.scaling, float(layer.attention_norm.variance_epsilon),
         )  # fmt: skip
         return _Addresses(module, words, shape, kept) if kernels.fits(shape) else None
+
+
+@functools.cache
+def _notice_float8() -> None:
+    logger.warning("the CPU's kernels do not take keys and values in float8: layers run by their modules, slower")
 
 
 def _placed(plan: _Plan, rows: int, first: int, parents: Sequence[int] | None) -> tuple[int, list[int], Tensor | None]:

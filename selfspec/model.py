@@ -22,12 +22,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import settings
 from selfspec.cache import KVCache
-from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, exact_width, is_exact_by_default
-from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
+from selfspec.decode import EXACT_WIDTHS, DecodeState, exact_width, is_exact_by_default
+from selfspec.drafter import Drafter
+from selfspec.drafting import drafter_for
 from selfspec.engine import Engine
-from selfspec.exit_module import FORMS
 from selfspec.exits import ExitHead
-from selfspec.policy import Policies, Policy
+from selfspec.policy import Policies
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
 from selfspec.storage import check_name, fits, load_exits, save_exit, upload
@@ -35,7 +35,6 @@ from selfspec.stream import Stream
 from selfspec.target import Target
 
 SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
-DEFAULT_DRAFT_LEN = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class EarlyExitModel:
         self.exits: dict[str, ExitHead] = exits or {}
         self.engine = Engine(target)
         self.policies = Policies(target, self.engine)
-        self._row_exact: set[tuple[int, int]] = set()  # widths, and numbers of rows, that were seen to be
+        self._row_exact: set[tuple[int, int, bool]] = set()  # widths, numbers of rows, caches seen to be
         self._lock = threading.Lock()
 
     @property
@@ -157,10 +156,11 @@ class EarlyExitModel:
         ``exit_layer``; ``draft_len``, the largest number of drafts, or "auto" to time cycles on this machine once and
         choose; ``min_confidence``: no further token is drawn where all drafts and it stand with a smaller chance;
         ``draft_width``, candidates a step, of which the first goes on; ``exact``, bit-exact mode (default: on in bf16
-        and fp16); ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``.
-        Raises ValueError for settings out of range, NotImplementedError for beams and several sequences a prompt,
-        RuntimeError when another generation is running on this model, NonFiniteLogitsError when the target's logits are
-        NaN or infinite, MemoryError where there is no room.
+        and fp16); ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``;
+        ``kv_cache_dtype`` "float8": keys and values in eight bits, and ``exact`` on by default. Raises ValueError for
+        settings out of range, NotImplementedError for beams and several sequences a prompt, RuntimeError when another
+        generation is running on this model, NonFiniteLogitsError when the target's logits are NaN or infinite,
+        MemoryError where there is no room.
         """
         options = settings.DecodeOptions.from_kwargs(kwargs)
         prompts = settings.read_prompts(input_ids, attention_mask)
@@ -239,16 +239,23 @@ class EarlyExitModel:
         options: "settings.DecodeOptions",
     ) -> tuple[Drafter, DecodeState]:
         """From resolved settings; ``processors`` and ``criteria`` are all there are, transformers' own too."""
-        exact = is_exact_by_default(self.target.dtype) if options.exact is None else options.exact
-        drafter, num_drafts = self._drafter(options, exact)
-        width = self._exact_width(num_drafts) if exact else None
+        exact = options.exact
+        if exact is None:  # with float8 keys too: what rounds to another one of 256 numbers is no near-tie
+            exact = options.is_float8 or is_exact_by_default(self.target.dtype)
+        drafter, num_drafts = drafter_for(self, options, exact)
+        width = self._exact_width(num_drafts, options.is_float8) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
         head = drafter.exit_head
         num_slots = 1 if head is None else max(1, len(head.blocks))
         state = DecodeState(
             tokens=list(prompt.tokens),
-            cache=KVCache(self.target.num_layers + num_slots, max_length + max(width or 1, num_drafts + 1), width),
+            cache=KVCache(
+                self.target.num_layers + num_slots,
+                max_length + max(width or 1, num_drafts + 1),
+                width,
+                is_float8=options.is_float8,
+            ),
             max_length=max_length,
             vocab_size=self.target.vocab_size,
             device=self.target.device,
@@ -262,79 +269,6 @@ class EarlyExitModel:
             engine=self.engine,
         )
         return drafter, state
-
-    def _drafter(self, options: "settings.DecodeOptions", exact: bool) -> tuple[Drafter, int]:
-        """The drafter, and how many tokens it drafts at most; switched off as many, for exact mode's sake."""
-        head = self._exit(options)
-        draft_len, stop = self._reach(options, head, exact)
-        form = "off" if head is None else head.config.form
-        kind = options.draft or form
-        if kind not in DRAFTERS:
-            raise ValueError(f"draft={kind!r}; choose one of {', '.join(DRAFTERS)}")
-        if options.acceptance not in RULES:
-            raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
-        width = self._draft_width(options, head, exact)
-        exact_width(draft_len * width)  # also refuses more rows than a verify pass takes
-        if kind == "off" or draft_len == 0:
-            return NoDrafter(), draft_len * width
-        if head is None:
-            raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
-        if kind in FORMS and kind != form:
-            raise ValueError(f"draft={kind!r}: exit {head.name} was made for {form!r}")
-        if not 0 <= stop <= 1:
-            raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
-        return DRAFTERS[kind](self.target, head, draft_len, stop, width), draft_len * width
-
-    def _draft_width(self, options: "settings.DecodeOptions", head: ExitHead | None, exact: bool) -> int:
-        """Candidates a step: the exit's own number where the CPU's kernels run, for which it was chosen, else one."""
-        self.target.notice_changes()
-        width, is_fused = options.draft_width, self.target.fused.is_in_use
-        if width is None:
-            return 1 if head is None or not is_fused else head.config.draft_width
-        if width < 1:
-            raise ValueError(f"draft_width must be >= 1, got {width}")
-        if width > 1 and exact and not is_fused:
-            raise ValueError(f"draft_width={width}: only chains are exact here; pass exact=False (--no-exact)")
-        return width
-
-    def _reach(self, options: "settings.DecodeOptions", head: ExitHead | None, exact: bool) -> tuple[int, float]:
-        """The largest number of drafts and the stop: those given, else what was timed here or what the exit has."""
-        draft_len, stop = (
-            (DEFAULT_DRAFT_LEN, 0.0) if head is None else (head.config.draft_len, head.config.min_confidence)
-        )
-        if options.draft_len == "auto" and head is not None:
-            policy = self._policy(head, exact)
-            draft_len, stop = policy.draft_len, policy.min_confidence
-        elif isinstance(options.draft_len, str) and options.draft_len != "auto":
-            raise ValueError(f"draft_len={options.draft_len!r}; give a number or 'auto'")
-        elif options.draft_len is not None and options.draft_len != "auto":
-            draft_len = int(options.draft_len)
-        if draft_len < 0:
-            raise ValueError(f"draft_len must be >= 0, got {draft_len}")
-        return draft_len, stop if options.min_confidence is None else options.min_confidence
-
-    def _policy(self, head: ExitHead, exact: bool) -> Policy:
-        found = self.policies.known(head, exact)
-        if found is None:
-            with self.alone():
-                found = self.policies.find(head, exact)
-        return found
-
-    def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
-        if options.exit is not None:
-            if options.exit not in self.exits:
-                raise ValueError(f"no exit {options.exit!r}; there are: {', '.join(self.exits) or 'none'}")
-            return self.exits[options.exit]
-        if options.exit_layer is not None:
-            fitting = [h for h in self.exits.values() if h.exit_layer == options.exit_layer]
-            if not fitting:
-                layers = sorted({h.exit_layer for h in self.exits.values()})
-                raise ValueError(
-                    f"no exit at layer {options.exit_layer}; there are exits at {layers or 'no layer'} "
-                    f"of 1..{self.target.num_layers - 1}"
-                )
-            return fitting[0]
-        return self.default_exit
 
     def custom_generate(
         self,
@@ -352,6 +286,7 @@ class EarlyExitModel:
         exact: bool | None = None,
         acceptance: str = "coupled",
         seed: int | None = None,
+        kv_cache_dtype: str | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
         """For ``hf_model.generate(..., custom_generate=model.custom_generate)``; returns sequences [B, S]."""
@@ -360,23 +295,33 @@ class EarlyExitModel:
         if generation_config is None:
             raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
         options = settings.DecodeOptions(
-            draft, exit, exit_layer, draft_len, min_confidence, draft_width, exact, acceptance, seed
+            draft,
+            exit,
+            exit_layer,
+            draft_len,
+            min_confidence,
+            draft_width,
+            exact,
+            acceptance,
+            seed,
+            kv_cache_dtype=kv_cache_dtype,
         )
         # not an argument by name: transformers would take it from the user's call as well as make it
         prompts = settings.read_prompts(input_ids, model_kwargs.get("attention_mask"))
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
         return self._generate(input_ids, prompts, generation_config, processors, criteria, options).sequences
 
-    def _exact_width(self, draft_len: int) -> int:
+    def _exact_width(self, draft_len: int, is_float8: bool) -> int:
         """The row width of exact mode: 1 where rows are exact as they come, else one that holds them all.
 
         Raises ValueError where this model's rows depend on their neighbours or on their index.
         """
         smallest = EXACT_WIDTHS.index(exact_width(draft_len))
         self.target.notice_changes()
-        unpadded = [1] if self.target.fused.is_in_use else []  # by construction, at any number of rows
+        # by construction, at any number of rows
+        unpadded = [1] if self.target.fused.is_in_use and not is_float8 else []
         for width in (*unpadded, *EXACT_WIDTHS[smallest : smallest + 2]):
-            key = (width, max(width, draft_len + 1))
+            key = (width, max(width, draft_len + 1), is_float8)
             if key in self._row_exact:
                 return width
             with self.alone():

@@ -69,6 +69,14 @@ class DecodeOptions:
     acceptance: str = "coupled"
     seed: int | None = None
     generator: torch.Generator | None = None
+    kv_cache_dtype: str | None = None
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether keys and values are kept in eight bits. Raises ValueError for a dtype that is not to be had."""
+        if self.kv_cache_dtype not in (None, "float8"):
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose float8, or None for the model's own")
+        return self.kv_cache_dtype is not None
 
     @classmethod
     def from_kwargs(cls, kwargs: dict[str, Any]) -> "DecodeOptions":

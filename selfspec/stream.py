@@ -50,6 +50,7 @@ class Stream(Iterator[Emission]):
             "acceptance": state.rule,
             "seed": state.seed,
             "dtype": str(self._model.target.dtype).removeprefix("torch."),
+            "kv_cache_dtype": "float8" if state.cache.is_float8 else None,
         }
 
     def __next__(self) -> Emission:

@@ -26,9 +26,10 @@ from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
 from selfspec.kernels.row_view import RowView
-from selfspec.layer_calls import LayerCalls, Place, Recorder, call_layer
+from selfspec.layer_calls import Call, LayerCalls, Place, Recorder, call_layer
 from selfspec.linears import with_dispatched_linears
 from selfspec.masks import MaskRule
+from selfspec.packed import PackedLayers
 from selfspec.proof import UnsupportedModelError
 
 ATTENTION = "selfspec"
@@ -78,7 +79,7 @@ class Target:
         self.embedding: Any = base.get_input_embeddings()
         dispatch.implementation(self.device)  # names a wrong choice of kernels now, not in the middle of a text
         self.calls: LayerCalls | None = None  # how the family calls its layers
-        self.fused = FusedLayers(self)
+        self.fused, self.packed = FusedLayers(self), PackedLayers(self)
         self.is_plain_embed = self.is_plain_head = False
         try:
             self._take_apart(check)
@@ -105,6 +106,7 @@ class Target:
         self.layers: list[nn.Module] = [
             layer if hasattr(layer, "_hf_hook") else self._with_private_config(layer) for layer in stack
         ]
+        self.packed.take(self.layers)
         self._shell, self._recorders = self.make_shell(self.norm, self.output)
         with torch.no_grad():
             self.plain_head = Head(self, is_dispatched=False)  # what proofs to the last bit compare with
@@ -162,9 +164,9 @@ class Target:
         """See `proof.check_split`; runs at set-up."""
         proof.check_split(self)
 
-    def is_row_exact(self, width: int, num_rows: int | None = None) -> bool:
+    def is_row_exact(self, width: int, num_rows: int | None = None, is_float8: bool = False) -> bool:
         """See `proof.is_row_exact`."""
-        return proof.is_row_exact(self, width, num_rows)
+        return proof.is_row_exact(self, width, num_rows, is_float8)
 
     @property
     def base_layers(self) -> list[nn.Module]:
@@ -175,6 +177,7 @@ class Target:
         """Look at the model again, whose weights and hooks may have changed; called where a text begins."""
         self.embedding = self.base.get_input_embeddings()
         self.fused.forget()
+        self.packed.look_again()
 
     # ---- the three primitives ------------------------------------------------------------------------------------
 
@@ -234,13 +237,16 @@ class Target:
         tree, width = None if parents is None else tuple(parents), cache.width if is_exact else None
         place = Place(first, hidden.shape[1], read_end, tree, cache.pads, width)
         by_layer = calls.at(place, self.device)
-        cache.open(first, hidden.shape[1], read_end)
-        for module, slot in zip(modules, slots, strict=True):
-            hidden = call_layer(
-                module, hidden, by_layer[slot if slot < self.num_layers else slot - len(modules)], cache
-            )
+        cache.open(first, hidden.shape[1], read_end, num_rows)
+        hidden = self.call_modules(modules, hidden, slots, by_layer, cache)
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows].to(self.device)  # layers may lie on several
+
+    def call_modules(
+        self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, by_layer: Sequence[Call], cache: KVCache
+    ) -> Tensor:
+        """States [B, R, D] behind layer ``modules`` at ``slots`` of ``cache``, which is open for the pass's rows."""
+        return self.packed.run(modules, hidden, slots, [by_layer[i] for i in self._called_like(slots)], cache)
 
     def finish(
         self,

@@ -92,6 +92,7 @@ def test_plain_output_has_no_colour_when_piped_and_ends_with_the_figures(checkpo
         (["hi", "--min-confidence", "2"], "min_confidence must be in [0, 1]"),
         (["hi", "--draft-len", "far"], "draft_len='far'; give a number or 'auto'"),
         (["hi", "--draft-len", "-1"], "draft_len must be >= 0, got -1"),
+        (["hi", "--kv-cache-dtype", "int8"], "kv_cache_dtype='int8'; choose float8"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message):

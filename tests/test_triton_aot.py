@@ -57,8 +57,9 @@ JOBS = {
     "rope": Job(
         rope.__name__,
         "turn_head",
-        typed(bf16="qkv cos sin queries keys values", i64="positions slots", wide="key_sequence value_sequence"),
-        {"BLOCK": 128},
+        typed(bf16="qkv cos sin query_norm key_norm queries keys values", i64="positions slots",
+              wide="key_sequence value_sequence", number="eps"),
+        {"HAS_NORMS": False, "BLOCK": 128},
         rope.NUM_WARPS,
         options=rope.EXACT,
     ),
@@ -66,8 +67,9 @@ JOBS = {
         norm.__name__,
         "norm_row",
         typed(bf16="residual delta weight total normed", number="eps"),
-        {"IS_OFFSET": False, "BLOCK": max(norm.WARPS)},
+        {"HAS_DELTA": True, "IS_OFFSET": False, "BLOCK": max(norm.WARPS)},
         norm.WARPS[max(norm.WARPS)],
+        options=norm.EXACT,
         divisible=("width",),
     ),
     "loss": Job(
@@ -83,7 +85,8 @@ VARIANTS = {
     "sample": [{"IS_PROBS": True, "HAS_COLUMNS": False}, {"IS_GREEDY": True}],
     "verify-rejection": [{"HAS_PROBS": False}],
     "compact": [{"WORD": "int16", "SIZE": 2, "ROWS": 8}],
-    "norm": [{"IS_OFFSET": True}],
+    "rope": [{"HAS_NORMS": True}],
+    "norm": [{"IS_OFFSET": True}, {"HAS_DELTA": False}],
     "loss": [{"NAME": i} for i in range(len(loss.LOSSES) - 1)],
 }
 STARVED = "norm with few registers"
@@ -100,7 +103,7 @@ def usage() -> dict[str, dict[str, int]]:
     for name, variants in VARIANTS.items():
         for constants in variants:
             jobs[f"{name} {constants}"] = replace(JOBS[name], constants=JOBS[name].constants | constants)
-    jobs[STARVED] = replace(JOBS["norm"], options={"maxnreg": 24})
+    jobs[STARVED] = replace(JOBS["norm"], options=norm.EXACT | {"maxnreg": 24})
     return dict(zip(jobs, compiled(list(jobs.values())), strict=True))
 
 

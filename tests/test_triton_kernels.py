@@ -67,6 +67,35 @@ def test_rope_append_is_the_modules_own(heads, groups, width, rotary, rows, dtyp
     assert_as_near(queries, theirs[0], wide)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_append_norms_heads_first(dtype):
+    """As Qwen3's modules do, queries and keys by weights of their own; values stay as they are."""
+    batch, rows, heads, groups, width = 2, 3, 4, 2, 24
+    qkv, (cos, sin) = 5 * random(1, batch, rows, (heads + 2 * groups) * width).to(dtype), tables(9, width, dtype)
+    positions = torch.arange(rows).expand(batch, rows)
+    norms = tuple((1 + 0.2 * random(seed, width)).to(dtype) for seed in (2, 3))
+    found, plain = (torch.zeros(2, batch, groups, rows, width, dtype=dtype) for _ in range(2))
+    arguments = (qkv, cos, sin, positions)
+    queries = rope_append_triton.rope_append(*arguments, *found, positions, norms, 1e-5)
+    expected = rope_append_reference.rope_append(*arguments, *plain, positions, norms, 1e-5)
+    modules = [LlamaRMSNorm(width, 1e-5).to(DEVICE, dtype) for _ in norms]
+    q, k, v = qkv.unflatten(2, (-1, width)).split([heads, groups, groups], 2)
+    for module, weight in zip(modules, norms, strict=True):
+        module.weight.copy_(weight)
+    theirs = apply_rotary_pos_emb(
+        modules[0](q).transpose(1, 2), modules[1](k).transpose(1, 2), cos[positions], sin[positions]
+    )
+    assert torch.equal(expected, theirs[0])
+    assert torch.equal(plain, torch.stack([theirs[1], v.transpose(1, 2)]))
+    wide = torch.zeros(2, batch, groups, rows, width, dtype=torch.float64)
+    truth = rope_append_reference.rope_append(
+        qkv.double(), cos.double(), sin.double(), positions, *wide, positions, tuple(n.double() for n in norms), 1e-5
+    )
+    assert_as_near(queries, expected, truth)
+    assert_as_near(found[0], plain[0], wide[0])
+    assert torch.equal(found[1], plain[1])
+
+
 def test_the_cache_may_be_of_another_dtype_and_the_projection_lie_anywhere():
     """A float32 cache of half-precision rows, rows cut from a wider product; also what the launchers refuse."""
     qkv, (cos, sin) = random(1, 2, 3, 50).half()[..., 5:45], tables(9, 8, torch.float16)
@@ -106,6 +135,9 @@ def test_add_rms_norm_is_the_modules_own(shape, scale, is_offset, dtype):
     truth = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + is_offset)
     assert_as_near(normed, plain[1], truth)
     assert error(plain[1], truth) < 0.01 * truth.abs().max()
+    for module in (add_rms_norm_triton, add_rms_norm_reference):  # of a sum that is there already: the same bits
+        made = module.add_rms_norm(residual, delta, weight, eps, is_offset)
+        assert torch.equal(module.rms_norm(made[0], weight, eps, is_offset), made[1])
     wrong = add_rms_norm_triton.add_rms_norm(residual, delta, weight, eps, not is_offset)[1]
     assert error(wrong, truth) > 2 * error(plain[1], truth)
 

@@ -26,10 +26,12 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "verify_coupled": (own, *draft, lengths),
         "verify_rejection": (probs, *draft, q, seeds, positions, lengths),
         "compact": (caches, held.table, held.num_heads, held.num_bytes, held.alignment, path, two, lengths),
-        "rope_append": (torch.rand(1, 4, 56), table, table.sin(), positions, *caches[:2], positions),
+        "rope_append": (torch.rand(1, 4, 56), table, table.sin(), positions, *caches[:2], positions, table[0],
+                        table[1], 1e-5),
+        "rms_norm": (torch.rand(2, 3, 10), torch.rand(10), 1e-5, False),
         "add_rms_norm": (torch.rand(2, 3, 10), torch.rand(2, 3, 10), torch.rand(10), 1e-5, False),
         "exit_loss_": (torch.rand(3, 9), torch.rand(3, 9).softmax(-1), torch.rand(3), "lk"),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(params=["reference", "triton"])
