@@ -28,7 +28,7 @@ from selfspec.kernels import dispatch
 from selfspec.kernels.row_view import RowView
 from selfspec.layer_calls import LayerCalls, Place, Recorder, call_layer
 from selfspec.linears import with_dispatched_linears
-from selfspec.masks import MaskRule
+from selfspec.masks import MaskRule, row_depths
 from selfspec.proof import UnsupportedModelError
 
 ATTENTION = "selfspec"
@@ -287,11 +287,13 @@ class Target:
         """Run layer modules over whole sequences ``hidden`` [B, R, D] from position 0, keeping nothing.
 
         ``slots`` says which layers of the target they are called like (mask, rotary table), as in `run_modules`.
-        ``mask`` takes the place of the family's own. ``parents`` as in `run_layers`: row 0 stands at position 0.
+        ``mask`` takes the place of the family's own. ``parents`` as in `run_layers`: row 0 stands at position 0, and so
+        does every row whose parent is -1, which begins a sequence of its own.
         """
         num_rows = hidden.shape[1]
         place = Place(0, num_rows, num_rows, None if parents is None else tuple(parents))
-        by_layer = self._record_calls(num_rows).at(place, self.device, mask)
+        num_positions = num_rows if parents is None else 1 + max(row_depths(parents))
+        by_layer = self._record_calls(num_positions).at(place, self.device, mask)
         for module, layer in zip(modules, self._called_like(slots), strict=True):
             hidden = call_layer(module, hidden, by_layer[layer], None)
         return hidden

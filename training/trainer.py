@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from selfspec.files import write_atomically
-from selfspec.passes import batches_of
+from selfspec.passes import batches_of, packs_of
 from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
 from selfspec.training.fresh_states import num_positions, take
@@ -40,7 +40,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # one file, wh
 
 
 class _Batches(Dataset[list[int]]):
-    """Ready-made groups of rows of alike length."""
+    """Ready-made groups of rows."""
 
     def __init__(self, groups: list[list[int]]) -> None:
         self.groups = groups
@@ -88,7 +88,8 @@ class ExitTrainer(Trainer):
         folder: Path,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        groups = batches_of(num_positions(states), config.batch_tokens)
+        lengths, most = num_positions(states), config.batch_tokens
+        groups = packs_of(lengths, most, config.seed) if config.pack else batches_of(lengths, most)
         self.states, self.config, self.facts = states, config, facts or {}
         self.generator = torch.Generator().manual_seed(config.seed)
         self.began = time.monotonic()
@@ -134,7 +135,8 @@ class ExitTrainer(Trainer):
         return DataLoader(self.train_dataset, batch_size=1, sampler=order, collate_fn=self._collate)
 
     def _collate(self, items: list[list[int]]) -> dict[str, Any]:
-        return {"batch": make_batch(take(self.states, items[0]), self.args.device, torch.float32)}
+        rows = take(self.states, items[0])
+        return {"batch": make_batch(rows, self.args.device, torch.float32, self.config.pack)}
 
     def _prepare_input(self, data: Any) -> Any:
         return data
