@@ -251,7 +251,7 @@ class EarlyExitModel:
             device=self.target.device,
             sampling=sampling,
             rule=options.acceptance,
-            seed=options.draw_seed(),
+            seed=self.target.agreed(options.draw_seed()),
             eos_ids=settings.eos_ids(generation),
             min_length=settings.min_length(generation, prompt),
             processors=before,

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from selfspec import proof
 from selfspec.cache import KVCache
-from selfspec.clones import bare_clone, shallow_clone
+from selfspec.clones import bare_clone, is_split, shallow_clone
 from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
@@ -125,6 +125,19 @@ class Target:
         if source.is_file():
             return str(json.loads(source.read_text(encoding="utf-8"))["hub_id"])
         return folder.name if folder.is_dir() else str(folder)
+
+    @property
+    def is_split(self) -> bool:
+        """See `clones.is_split`."""
+        return is_split(self.base)
+
+    def agreed(self, number: int) -> int:
+        """The first process's ``number``, where several hold the target together; their generators may differ."""
+        if not self.is_split:
+            return number
+        told = torch.tensor([number], device=self.device)
+        distributed.broadcast(told, 0)
+        return int(told)
 
     @property
     def device(self) -> torch.device:

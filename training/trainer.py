@@ -27,7 +27,7 @@ from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
 from selfspec.training.fresh_states import num_positions, take
 from selfspec.training.losses import overlap
-from selfspec.training.ranks import any_says, is_main, num_processes, share, wait
+from selfspec.training.ranks import any_says, is_main, num_processes, rank, share, wait
 from selfspec.training.states import Batch, RowStates, make_batch
 from selfspec.training.stopping import StopRequests
 from selfspec.training.student import Guesses, Objective, Student
@@ -95,7 +95,9 @@ class ExitTrainer(Trainer):
         self.began = time.monotonic()
         if config.max_minutes and num_processes() > 1:
             raise ValueError("max_minutes goes by one clock; several processes take max_steps or epochs")
-        limit = config.max_steps or math.ceil(config.epochs * (len(groups) // num_processes()))
+        # processes that hold one target together take the same rows, others each their own
+        self.rank, self.num_ranks = (0, 1) if student.target.is_split else (rank(), num_processes())
+        limit = config.max_steps or math.ceil(config.epochs * (len(groups) // self.num_ranks))
         self.num_steps_planned = limit
         arguments = TrainingArguments(
             output_dir=str(folder / "checkpoints"),
@@ -131,7 +133,7 @@ class ExitTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One group of rows a step and process, in an order drawn anew each epoch."""
-        order = _Turns(len(self.train_dataset), self.config.seed, self.args.process_index, self.args.world_size)
+        order = _Turns(len(self.train_dataset), self.config.seed, self.rank, self.num_ranks)
         return DataLoader(self.train_dataset, batch_size=1, sampler=order, collate_fn=self._collate)
 
     def _collate(self, items: list[list[int]]) -> dict[str, Any]:
