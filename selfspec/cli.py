@@ -14,6 +14,7 @@ from selfspec.cli_options import (
     Acceptance,
     AcceptanceRule,
     AllowBaseMismatch,
+    Cascade,
     Config,
     Device,
     Draft,
@@ -58,6 +59,7 @@ def generate(
     revision: Revision = None,
     exits: Exits = None,
     exit_name: ExitName = None,
+    cascade: Cascade = None,
     prompt_file: PromptFile = None,
     raw: Raw = False,
     max_new_tokens: MaxNewTokens = 256,
@@ -88,7 +90,7 @@ def generate(
         request = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
             "draft_len": draft_len, "min_confidence": min_confidence, "draft": draft and draft.value,
-            "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
+            "acceptance": acceptance.value, "exact": exact, "exit": exit_name, "cascade": cascade,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
         cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))

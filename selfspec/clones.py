@@ -70,7 +70,7 @@ def present(module: nn.Module, name: str) -> Tensor:
     """
     held: Tensor = getattr(module, name)
     if isinstance(held, DTensor):
-        return held.detach().full_tensor()
+        return held.full_tensor().detach()
     if not held.is_meta:
         return held.detach()
     with align_module_device(module):

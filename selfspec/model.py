@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import settings
 from selfspec.cache import KVCache
+from selfspec.cascade import CascadeDrafter, CascadeHead
 from selfspec.decode import EXACT_WIDTHS, RULES, DecodeState, exact_width, is_exact_by_default
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.engine import Engine
@@ -152,12 +153,13 @@ class EarlyExitModel:
         input_ids [B, S], padded on the left; sequences are decoded one after another, each as if it were alone.
         ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings,
         ...; a temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name)
-        or ``exit_layer``; ``draft_len``, the largest number of drafts; ``min_confidence``: no further token is drawn
-        where all drafts and it stand with a smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16);
-        ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``. Raises
-        ValueError for settings out of range, NotImplementedError for beams and several sequences a prompt, RuntimeError
-        when another generation is running on this model, NonFiniteLogitsError when the target's logits are NaN or
-        infinite, MemoryError where there is no room.
+        or ``exit_layer``; ``cascade``, the name of an earlier exit that guesses ahead for it; ``draft_len``, the
+        largest number of drafts; ``min_confidence``: no further token is drawn where all drafts and it stand with a
+        smaller chance; ``exact``, bit-exact mode (default: on in bf16 and fp16); ``acceptance`` "coupled" or
+        "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``. Raises ValueError for settings out of
+        range, NotImplementedError for beams and several sequences a prompt, RuntimeError when another generation is
+        running on this model, NonFiniteLogitsError when the target's logits are NaN or infinite, MemoryError where
+        there is no room.
         """
         options = settings.DecodeOptions.from_kwargs(kwargs)
         prompts = settings.read_prompts(input_ids, attention_mask)
@@ -242,7 +244,7 @@ class EarlyExitModel:
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
         head = drafter.exit_head
-        num_slots = 1 if head is None else max(1, len(head.blocks))
+        num_slots = 1 if head is None else max(1, head.num_slots)
         state = DecodeState(
             tokens=list(prompt.tokens),
             cache=KVCache(self.target.num_layers + num_slots, max_length + (width or draft_len + 1), width),
@@ -283,13 +285,20 @@ class EarlyExitModel:
         stop = head.config.min_confidence if options.min_confidence is None else options.min_confidence
         if not 0 <= stop <= 1:
             raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
+        if options.cascade is not None:
+            return CascadeDrafter(
+                self.target, CascadeHead(self._named(options.cascade), head), draft_len, stop
+            ), draft_len
         return DRAFTERS[kind](self.target, head, draft_len, stop), draft_len
+
+    def _named(self, name: str) -> ExitHead:
+        if name not in self.exits:
+            raise ValueError(f"no exit {name!r}; there are: {', '.join(self.exits) or 'none'}")
+        return self.exits[name]
 
     def _exit(self, options: "settings.DecodeOptions") -> ExitHead | None:
         if options.exit is not None:
-            if options.exit not in self.exits:
-                raise ValueError(f"no exit {options.exit!r}; there are: {', '.join(self.exits) or 'none'}")
-            return self.exits[options.exit]
+            return self._named(options.exit)
         if options.exit_layer is not None:
             fitting = [h for h in self.exits.values() if h.exit_layer == options.exit_layer]
             if not fitting:
@@ -311,6 +320,7 @@ class EarlyExitModel:
         draft: str | None = None,
         exit: str | None = None,
         exit_layer: int | None = None,
+        cascade: str | None = None,
         draft_len: int | None = None,
         min_confidence: float | None = None,
         exact: bool | None = None,
@@ -323,7 +333,9 @@ class EarlyExitModel:
             raise ValueError("custom_generate belongs to another model than the one generating")
         if generation_config is None:
             raise ValueError("custom_generate is what hf_model.generate calls; call generate instead")
-        options = settings.DecodeOptions(draft, exit, exit_layer, draft_len, min_confidence, exact, acceptance, seed)
+        options = settings.DecodeOptions(
+            draft, exit, exit_layer, cascade, draft_len, min_confidence, exact, acceptance, seed
+        )
         # not an argument by name: transformers would take it from the user's call as well as make it
         prompts = settings.read_prompts(input_ids, model_kwargs.get("attention_mask"))
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()

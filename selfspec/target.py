@@ -248,10 +248,8 @@ class Target:
         place = Place(first, hidden.shape[1], read_end, tree, cache.pads, width)
         by_layer = calls.at(place, self.device)
         cache.open(first, hidden.shape[1], read_end)
-        for module, slot in zip(modules, slots, strict=True):
-            hidden = call_layer(
-                module, hidden, by_layer[slot if slot < self.num_layers else slot - len(modules)], cache
-            )
+        for module, layer in zip(modules, self._called_like(slots), strict=True):
+            hidden = call_layer(module, hidden, by_layer[layer], cache)
         cache.advance(slots, num_rows)
         return hidden[:, :num_rows].to(self.device)  # layers may lie on several
 
@@ -313,9 +311,10 @@ class Target:
 
     # ---- how the family calls its layers -------------------------------------------------------------------------
 
-    def _called_like(self, slots: range) -> list[int]:
-        """The target's layers whose masks and tables modules at ``slots`` are called with."""
-        return [slot if slot < self.num_layers else slot - len(slots) for slot in slots]
+    def _called_like(self, slots: range) -> range:
+        """Layers of the target whose masks and tables modules at ``slots`` get; behind them its last ones."""
+        first = slots.start if slots.start < self.num_layers else self.num_layers - len(slots)
+        return range(first, first + len(slots))
 
     def _find_layers(self) -> tuple[list[str], nn.ModuleList]:
         for name, module in self.base.named_modules():

@@ -41,7 +41,9 @@ def run(
     """
     target = Target(model)
     ids = _prompts(target, tokenizer, prompts, batch_size, max_prompt_tokens, seed)
-    methods = {name: partial(_timed, make, ids, max_new_tokens) for name, make in _methods(target).items()}
+    methods: dict[str, Callable[[], Any]] = {
+        name: partial(_timed, make, ids, max_new_tokens) for name, make in _methods(target).items()
+    }
     runs = interleave(methods, rounds)
     rates = {name: [sum(map(len, answers)) / seconds for seconds, answers in made] for name, made in runs.items()}
     medians = {name: statistics.median(found) for name, found in rates.items()}
