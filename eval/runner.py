@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec.eval.compare import first_divergence
+from selfspec.compare import first_divergence
 from selfspec.eval.config import EvalConfig
 from selfspec.eval.engine import AR
 from selfspec.eval.measure import Clock, Measured, Meter, Method, Phases, Request

@@ -14,6 +14,7 @@ from selfspec.cli_options import (
     Acceptance,
     AcceptanceRule,
     AllowBaseMismatch,
+    Cascade,
     Config,
     Device,
     Draft,
@@ -61,6 +62,7 @@ def generate(
     revision: Revision = None,
     exits: Exits = None,
     exit_name: ExitName = None,
+    cascade: Cascade = None,
     prompt_file: PromptFile = None,
     raw: Raw = False,
     max_new_tokens: MaxNewTokens = 256,
@@ -94,7 +96,7 @@ def generate(
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
             "draft_len": parse_draft_len(draft_len), "min_confidence": min_confidence, "draft_width": draft_width,
             "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
-            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_dtype": kv_cache_dtype, "cascade": cascade,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
         cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))
@@ -131,6 +133,7 @@ app.command()(cli_measure.probe)
 app.command()(cli_kernels.kernels)
 app.command("bench-kernels")(cli_kernels.bench_kernels)
 app.command("bench-engine")(cli_kernels.bench_engine)
+app.command("bench-data")(cli_kernels.bench_data)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The sub-commands that look at kernels and engine alone: kernels, without a GPU, bench-kernels and bench-engine."""
+"""The sub-commands that look at parts alone: kernels, without a GPU, bench-kernels, bench-engine and bench-data."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from selfspec.cli_options import Device, Dtype, mistakes_in_one_line
+from selfspec.cli_options import Device, Dtype, Model, Revision, mistakes_in_one_line
 from selfspec.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -118,5 +118,41 @@ def bench_engine(
         }  # fmt: skip
         write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         write_atomically(output / "cost.png", bench.plot(held))
+        Console(highlight=False, width=160).print(bench.table(held))
+        typer.echo(f"written to {output}")
+
+
+def bench_data(
+    prompts: Annotated[
+        str | None, typer.Option(help="jsonl or hub data set of prompts; the target writes them if not given.")
+    ] = None,
+    model: Model = None,
+    revision: Revision = None,
+    output: Annotated[Path, typer.Option(help="Folder of results.json.")] = Path("runs/bench-data"),
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 160,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each writes the batch; one more warms up.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Time how training data is written, against transformers' generate, and compare what they write."""
+    with mistakes_in_one_line():
+        import torch
+
+        from selfspec.pretrained import load_target_model, usable_device
+        from selfspec.provenance import provenance
+        from selfspec.training import bench
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place = usable_device(device)
+        output.mkdir(parents=True, exist_ok=True)
+        check_writable(output / "results.json")
+        hf_model, tokenizer = load_target_model(model, revision, dtype, place)
+        with Console(stderr=True).status("writing the same batch in turn"):
+            held = bench.run(hf_model, tokenizer, prompts, batch_size, max_new_tokens, rounds=rounds)
+        held["provenance"] = provenance(place)
+        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         Console(highlight=False, width=160).print(bench.table(held))
         typer.echo(f"written to {output}")

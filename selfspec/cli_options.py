@@ -53,6 +53,7 @@ Model = Annotated[str | None, typer.Option(help="Folder or hub id; SmolLM2-135M-
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
 Exits = Annotated[str | None, typer.Option(help="Folder or hub id of exits, or layers for untrained ones, as in 4,8.")]
 ExitName = Annotated[str | None, typer.Option("--exit", help="Name of the exit to draft from.")]
+Cascade = Annotated[str | None, typer.Option(help="Name of an earlier exit that guesses ahead for it.")]
 AllowBaseMismatch = Annotated[
     bool, typer.Option("--allow-base-mismatch", help="Use exits trained for other weights; still lossless.")
 ]

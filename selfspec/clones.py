@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import align_module_device
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def shallow_clone(module: nn.Module, **attributes: Any) -> nn.Module:
@@ -41,14 +42,15 @@ def detached_clone(module: nn.Module) -> nn.Module:
 def dense_clone(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A `detached_clone` without accelerate's hooks, its linear maps dense in ``dtype`` where they are quantised.
 
-    What is offloaded is brought here. Everything else still shares its weights.
+    What is offloaded is brought here, what several processes share is put together. Everything else still shares its
+    weights.
     """
     clone = detached_clone(module)
     for (path, child), (_, original) in zip(clone.named_modules(), module.named_modules(), strict=True):
         for name in ("_hf_hook", "_old_forward", "forward"):  # they would call the original
             child.__dict__.pop(name, None)
         for name, parameter in child._parameters.items():
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and (parameter.is_meta or isinstance(parameter, DTensor)):
                 child._parameters[name] = nn.Parameter(present(original, name), requires_grad=False)
         if isinstance(child, nn.Linear) and type(child._parameters["weight"]) is not nn.Parameter:
             parent, _, name = path.rpartition(".")
@@ -56,9 +58,19 @@ def dense_clone(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return clone
 
 
+def is_split(model: nn.Module) -> bool:
+    """Whether several processes hold the weights together (tensor parallelism): all of them take part in every pass."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def present(module: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer of ``module``'s own, brought here where accelerate keeps it elsewhere."""
+    """A parameter or buffer of ``module``'s own, brought here where accelerate keeps it elsewhere.
+
+    Of one that several processes hold parts of, all of it: every one of them has to ask.
+    """
     held: Tensor = getattr(module, name)
+    if isinstance(held, DTensor):
+        return held.full_tensor().detach()
     if not held.is_meta:
         return held.detach()
     with align_module_device(module):

@@ -6,7 +6,7 @@ through the model; rows 0 .. K of a pass are t_0 .. t_K at positions s .. s + K.
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,7 +156,7 @@ class Scored:
 
     logits: Tensor  # [K + 1, V]; of a prompt the last row alone
     first: int  # position of row 0
-    taps: Tensor | None  # [1, K + 1, D], states at the exit layer
+    taps: Tensor | None  # [1, K + 1, D] (2 D of a cascade), states at the exit layer
     recalls: Tensor | None  # [1, K + 1, nD], deep states that a later draft recalls
     head_slots: range = range(0)  # layers of the cache that belong to the exit's blocks
 
@@ -167,7 +167,9 @@ def score(target: Target, state: DecodeState, draft: Draft, exit_head: ExitHead 
     parents = None if draft.is_chain else [0, *draft.parents[0].tolist()]
     if draft.taps is not None:
         assert exit_head is not None
-        return _run(target, state.cache, draft.taps, exit_head.exit_layer, first, exit_head, parents)
+        hidden = draft.taps[..., -target.hidden_size :]  # an exit's taps may be of several layers
+        scored = _run(target, state.cache, hidden, exit_head.exit_layer, first, exit_head, parents)
+        return replace(scored, taps=draft.taps)
     root = torch.tensor([[state.tokens[-1]]], device=state.device)
     hidden = _embed(target, torch.cat([root, draft.tokens], dim=1), first, parents)
     return _run(target, state.cache, hidden, 0, first, exit_head, parents)
@@ -197,14 +199,15 @@ def _run(
     num_logits: int | None = None,
 ) -> Scored:
     """Layers [start, L) and the logits; states at the exit layer and the recalled layers are kept."""
-    depths = () if exit_head is None else (exit_head.exit_layer, *exit_head.recall_layers)
+    depths = () if exit_head is None else (*exit_head.tap_layers, *exit_head.recall_layers)
     logits, states = target.finish(hidden, start, cache, depths, parents, num_logits)
     logits = logits[0]
     if exit_head is None:
         return Scored(logits, first, None, None)
+    taps = [states[layer] for layer in exit_head.tap_layers if layer >= start]
     recalls = [states[layer] for layer in exit_head.recall_layers]
     recalled = torch.cat(recalls, dim=-1) if recalls else None
-    return Scored(logits, first, states[exit_head.exit_layer], recalled, exit_head.slots(target))
+    return Scored(logits, first, torch.cat(taps, dim=-1), recalled, exit_head.slots(target))
 
 
 def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:

@@ -118,7 +118,7 @@ class ChainDrafter:
         tokens: list[int] = []
         siblings: list[tuple[int, int]] = []  # the row that each hangs on, and its token
         probs: list[Tensor] = []
-        taps = [self._run_trunk(state, state.tokens[-1:], 0)]
+        taps: list[Tensor] = []
         steps = self._steps(state, tokens, taps, num_drafts)
         survival = 1.0
         for normed in steps:  # [1, 1, D]
@@ -151,6 +151,7 @@ class ChainDrafter:
 
     def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:
         """The states [1, 1, D] that drafts are drawn from, made as they are asked for; ``tokens`` grows in between."""
+        taps.append(self._run_trunk(state, state.tokens[-1:], 0))
         yield self.exit_head.states(self.target, state, taps[0], range(1, 2))
         for step in range(1, num_drafts):
             taps.append(self._run_trunk(state, tokens[-1:], step))
@@ -241,6 +242,7 @@ class RecursiveDrafter(ChainDrafter):
         return draft
 
     def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:
+        taps.append(self._run_trunk(state, state.tokens[-1:], 0))
         normed = self.exit_head.states(self.target, state, taps[0], range(1, 2))
         yield normed
         for step in range(1, num_drafts):
@@ -258,6 +260,7 @@ class ParallelDrafter(ChainDrafter):
 
     def _steps(self, state: "DecodeState", tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:
         del tokens
+        taps.append(self._run_trunk(state, state.tokens[-1:], 0))
         yield from self.exit_head.states(self.target, state, taps[0], range(1, num_drafts + 1)).split(1, dim=1)
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from selfspec.cascade import CascadeDrafter, CascadeHead
 from selfspec.decode import RULES, exact_width
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exit_module import FORMS
@@ -36,6 +37,9 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
         raise ValueError(f"draft={kind!r}: exit {head.name} was made for {form!r}")
     if not 0 <= stop <= 1:
         raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
+    if options.cascade is not None:
+        both = CascadeHead(_named(model, options.cascade), head)
+        return CascadeDrafter(model.target, both, draft_len, stop), draft_len * width
     return DRAFTERS[kind](model.target, head, draft_len, stop, width), draft_len * width
 
 
@@ -77,9 +81,7 @@ def _policy(model: "EarlyExitModel", head: ExitHead, exact: bool) -> Policy:
 
 def _exit(model: "EarlyExitModel", options: DecodeOptions) -> ExitHead | None:
     if options.exit is not None:
-        if options.exit not in model.exits:
-            raise ValueError(f"no exit {options.exit!r}; there are: {', '.join(model.exits) or 'none'}")
-        return model.exits[options.exit]
+        return _named(model, options.exit)
     if options.exit_layer is not None:
         fitting = [h for h in model.exits.values() if h.exit_layer == options.exit_layer]
         if not fitting:
@@ -90,3 +92,9 @@ def _exit(model: "EarlyExitModel", options: DecodeOptions) -> ExitHead | None:
             )
         return fitting[0]
     return model.default_exit
+
+
+def _named(model: "EarlyExitModel", name: str) -> ExitHead:
+    if name not in model.exits:
+        raise ValueError(f"no exit {name!r}; there are: {', '.join(model.exits) or 'none'}")
+    return model.exits[name]

@@ -114,6 +114,8 @@ class Engine:
             return "exact mode as the CPU's kernels have it"
         if self.target.device.type == "cuda" and self.target.device.index != torch.cuda.current_device():
             return f"the model is on {self.target.device}, which is not the current device"
+        if self.target.is_split:
+            return "a model that several processes hold together"
         if not self.target.is_plain_embed:
             return f"{self.target.family}: its embedding needs to know positions"
         if _hooked(self.target.base) is not None:

@@ -8,6 +8,7 @@ lens).
 Shapes: B batch, R rows, D hidden, V vocabulary, V_d drafted vocabulary, n recalled layers.
 """
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from selfspec.clones import present
+from selfspec.clones import detached_clone, present
 from selfspec.exit_module import ExitConfig, active, fold, unwrap
 from selfspec.head import Head
 from selfspec.linears import with_dispatched_linears
@@ -45,6 +46,7 @@ class ExitHead:
         self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
         norm = target.norm
         self.blocks: list[nn.Module] = []
+        self.first_slot = 0  # of its layers in the cache, behind the target's
         self.correction: Any = None
         if adapter is not None:
             module = unwrap(adapter)
@@ -83,6 +85,25 @@ class ExitHead:
         corrections = [] if self.correction is None else [self.correction]
         return [self.norm, self.head.output, *self.blocks, *trained, *corrections]
 
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Depths whose states its taps are made of, the last one where verification goes on from."""
+        return (self.exit_layer,)
+
+    @property
+    def num_slots(self) -> int:
+        """Layers of the cache that it takes behind the target's."""
+        return len(self.blocks)
+
+    def moved(self, num_slots: int) -> "ExitHead":
+        """The same exit, its keys and values ``num_slots`` layers further back in the cache."""
+        made = copy.copy(self)
+        made.first_slot, made.blocks = self.first_slot + num_slots, [detached_clone(block) for block in self.blocks]
+        child: Any
+        for child in (c for block in made.blocks for c in block.modules() if hasattr(c, "layer_idx")):
+            child.layer_idx += num_slots
+        return made
+
     def catch_up(self, target: Target, state: "DecodeState") -> None:
         """Let the block see the positions that it has not seen: behind a prompt, all of it."""
         held, state.backlog = state.backlog, []
@@ -92,7 +113,7 @@ class ExitHead:
         inputs = self.bridge(
             torch.cat([taps for taps, _ in held], dim=1), torch.cat(recalls, dim=1) if recalls else None
         )
-        self._run_blocks(target, state, inputs)
+        self.run_blocks(target, state, inputs)
 
     def states(self, target: Target, state: "DecodeState", tap: Tensor, steps: range) -> Tensor:
         """Normed states [1, K, D] of the K draft ``steps``, counted from 1, of ``tap`` [1, 1, D]: bridge, block, norm.
@@ -109,7 +130,7 @@ class ExitHead:
             recalls = torch.cat([*(r for _, r in held if r is not None), recalls], dim=1)
         inputs = [self.bridge(taps, recalls, steps.start)]
         inputs += [self.bridge(tap, state.recall, step) for step in steps[1:]]
-        made = self._run_blocks(target, state, torch.cat(inputs, dim=1))
+        made = self.run_blocks(target, state, torch.cat(inputs, dim=1))
         if len(steps) > 1:
             state.cache.rollback(len(state.tokens))  # rows that knew no token of their own must not stay
         return self.norm(made[:, -len(steps) :])
@@ -118,13 +139,15 @@ class ExitHead:
         """The normed state [1, 1, D] of a recursive draft's next step: of its last token's input state ``embedded``
         [1, 1, D] and its own ``normed`` one before.
         """
-        return self.norm(self._run_blocks(target, state, self.bridge.again(embedded, normed)))
+        return self.norm(self.run_blocks(target, state, self.bridge.again(embedded, normed)))
 
     def slots(self, target: Target) -> range:
         """Where its blocks keep keys and values: layers of the cache behind the target's."""
-        return range(target.num_layers, target.num_layers + len(self.blocks))
+        first = target.num_layers + self.first_slot
+        return range(first, first + len(self.blocks))
 
-    def _run_blocks(self, target: Target, state: "DecodeState", inputs: Tensor) -> Tensor:
+    def run_blocks(self, target: Target, state: "DecodeState", inputs: Tensor) -> Tensor:
+        """Its blocks over bridged rows [1, R, D]; their keys and values stay in the cache."""
         return target.run_modules(self.blocks, inputs, self.slots(target), state.cache) if self.blocks else inputs
 
     def chance(self, normed: Tensor) -> float:

@@ -108,4 +108,4 @@ def check_writable(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")  # processes that run one target together write alike

@@ -4,7 +4,7 @@ Shapes: B sequences, R rows of a pass, T slots.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +43,21 @@ def sliding_window(rule: MaskRule, size: int) -> int | None:
     return 0 if seen == size else seen
 
 
+def row_depths(parents: Sequence[int]) -> list[int]:
+    """How far each row lies behind its root; a row whose parent is -1 is a root, as row 0 is."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
+
+
 def tree_shape(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Tensor | None]:
     """Depth of each row, and who is whose ancestor [R, R] (None for a chain)."""
     if parents is None:
         return list(range(num_rows)), None
-    depths, ancestors = [0], torch.eye(num_rows, dtype=torch.bool)
+    depths, ancestors = row_depths(parents), torch.eye(num_rows, dtype=torch.bool)
     for row, parent in enumerate(parents[1:], start=1):
-        depths.append(depths[parent] + 1)
-        ancestors[row] |= ancestors[parent]
+        ancestors[row] |= ancestors[parent] & (parent >= 0)
     depths += [depths[-1]] * (num_rows - len(depths))  # padding rows: anywhere, they see themselves and the prefix
     return depths, ancestors
 

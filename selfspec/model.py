@@ -153,14 +153,15 @@ class EarlyExitModel:
         input_ids [B, S], padded on the left; sequences are decoded one after another, each as if it were alone.
         ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings, ...; a
         temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name) or
-        ``exit_layer``; ``draft_len``, the largest number of drafts, or "auto" to time cycles on this machine once and
-        choose; ``min_confidence``: no further token is drawn where all drafts and it stand with a smaller chance;
-        ``draft_width``, candidates a step, of which the first goes on; ``exact``, bit-exact mode (default: on in bf16
-        and fp16); ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``;
-        ``kv_cache_dtype`` "float8": keys and values in eight bits, and ``exact`` on by default. Raises ValueError for
-        settings out of range, NotImplementedError for beams and several sequences a prompt, RuntimeError when another
-        generation is running on this model, NonFiniteLogitsError when the target's logits are NaN or infinite,
-        MemoryError where there is no room.
+        ``exit_layer``; ``cascade``, the name of an earlier exit that guesses ahead for it; ``draft_len``, the largest
+        number of drafts, or "auto" to time cycles on this machine once and choose; ``min_confidence``: no further token
+        is drawn where all drafts and it stand with a smaller chance; ``draft_width``, candidates a step, of which the
+        first goes on; ``exact``, bit-exact mode (default: on in bf16 and fp16); ``acceptance`` "coupled" or
+        "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``; ``kv_cache_dtype`` "float8": keys and
+        values in eight bits, and ``exact`` on by default. Raises ValueError for settings out of range,
+        NotImplementedError for beams and several sequences a prompt, RuntimeError when another generation is running
+        on this model, NonFiniteLogitsError when the target's logits are NaN or infinite, MemoryError where there is no
+        room.
         """
         options = settings.DecodeOptions.from_kwargs(kwargs)
         prompts = settings.read_prompts(input_ids, attention_mask)
@@ -247,7 +248,7 @@ class EarlyExitModel:
         max_length = settings.max_length(self.target, generation, prompt)
         sampling, before = settings.divide(generation, processors)
         head = drafter.exit_head
-        num_slots = 1 if head is None else max(1, len(head.blocks))
+        num_slots = 1 if head is None else max(1, head.num_slots)
         state = DecodeState(
             tokens=list(prompt.tokens),
             cache=KVCache(
@@ -261,7 +262,7 @@ class EarlyExitModel:
             device=self.target.device,
             sampling=sampling,
             rule=options.acceptance,
-            seed=options.draw_seed(),
+            seed=self.target.agreed(options.draw_seed()),
             eos_ids=settings.eos_ids(generation),
             min_length=settings.min_length(generation, prompt),
             processors=before,
@@ -280,6 +281,7 @@ class EarlyExitModel:
         draft: str | None = None,
         exit: str | None = None,
         exit_layer: int | None = None,
+        cascade: str | None = None,
         draft_len: int | str | None = None,
         min_confidence: float | None = None,
         draft_width: int | None = None,
@@ -298,6 +300,7 @@ class EarlyExitModel:
             draft,
             exit,
             exit_layer,
+            cascade,
             draft_len,
             min_confidence,
             draft_width,

@@ -31,6 +31,18 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return [group for group in groups if group]
 
 
+def packs_of(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[list[int]]:
+    """Indices in a random order, grouped to at most ``batch_tokens`` tokens (or a single row)."""
+    groups, room = list[list[int]](), 0
+    for index in torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist():
+        if lengths[index] > room:
+            groups.append([])
+            room = batch_tokens
+        groups[-1].append(index)
+        room -= lengths[index]
+    return groups
+
+
 @torch.no_grad()
 def passes(target: Target, texts: Sequence[Tensor], depths: Iterable[int], batch_tokens: int = 2048) -> Iterator[Pass]:
     """Run token ids ``texts`` [S] each, batch by batch, and keep the states at ``depths`` in 0..L."""

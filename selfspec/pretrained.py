@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
+from transformers.distributed import DistributedConfig
 
 from selfspec.files import cache_folder
 from selfspec.kernels import dispatch
@@ -85,13 +86,16 @@ def load_target_model(
     """Load a causal LM (hub id or folder; None is the default model) and its tokenizer, from safetensors only.
 
     dtype None means bfloat16 or float32, whichever is fast, on a CPU, and the config's own dtype elsewhere. Remaining
-    keywords go to transformers; remote code runs only with trust_remote_code=True. Raises ValueError for a bad id, an
-    incomplete or damaged checkpoint, OSError when the source cannot be read, NotImplementedError for encoder-decoders.
+    keywords go to transformers (``distributed_config`` may be a dict, as settings files have it); remote code runs only
+    with trust_remote_code=True. Raises ValueError for a bad id, an incomplete or damaged checkpoint, OSError when the
+    source cannot be read, NotImplementedError for encoder-decoders.
     """
     source = default_model_path() if model is None else os.fspath(model)
     _check_source(source)
     shared = {"revision": revision, "trust_remote_code": kwargs.pop("trust_remote_code", False)}
     device = usable_device(device)
+    if isinstance(kwargs.get("distributed_config"), dict):
+        kwargs["distributed_config"] = DistributedConfig(**kwargs["distributed_config"])
     try:
         config = kwargs.pop("config", None) or AutoConfig.from_pretrained(source, **shared)
         if config.is_encoder_decoder:
@@ -108,7 +112,7 @@ def load_target_model(
         remedy = INSTEAD if Path(source).is_dir() else f"check its name and the network, or {INSTEAD}"
         raise OSError(f"cannot load {source!r}: {reason}; {remedy}") from error
     _check_loaded(source, info)
-    if "device_map" not in kwargs:
+    if not {"device_map", "distributed_config"} & kwargs.keys():
         hf_model.to(device)
     return hf_model.eval(), tokenizer
 

@@ -62,6 +62,7 @@ class DecodeOptions:
     draft: str | None = None
     exit: str | None = None
     exit_layer: int | None = None
+    cascade: str | None = None
     draft_len: int | str | None = None
     min_confidence: float | None = None
     draft_width: int | None = None

@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.clones import present
@@ -69,7 +70,7 @@ def fingerprint(base: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(base.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        if tensor.is_meta:  # offloaded
+        if tensor.is_meta or isinstance(tensor, DTensor):  # offloaded, or shared by several processes
             owner, _, leaf = name.rpartition(".")
             tensor = present(base.get_submodule(owner), leaf)
         if type(tensor) not in (torch.Tensor, nn.Parameter):  # quantised, as a kind of tensor

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from selfspec import proof
 from selfspec.cache import KVCache
-from selfspec.clones import bare_clone, shallow_clone
+from selfspec.clones import bare_clone, is_split, shallow_clone
 from selfspec.fused import FusedLayers
 from selfspec.head import Head
 from selfspec.kernels import dispatch
 from selfspec.kernels.row_view import RowView
 from selfspec.layer_calls import Call, LayerCalls, Place, Recorder, call_layer
 from selfspec.linears import with_dispatched_linears
-from selfspec.masks import MaskRule
+from selfspec.masks import MaskRule, row_depths
 from selfspec.packed import PackedLayers
 from selfspec.proof import UnsupportedModelError
 
@@ -127,6 +127,19 @@ class Target:
         if source.is_file():
             return str(json.loads(source.read_text(encoding="utf-8"))["hub_id"])
         return folder.name if folder.is_dir() else str(folder)
+
+    @property
+    def is_split(self) -> bool:
+        """See `clones.is_split`."""
+        return is_split(self.base)
+
+    def agreed(self, number: int) -> int:
+        """The first process's ``number``, where several hold the target together; their generators may differ."""
+        if not self.is_split:
+            return number
+        told = torch.tensor([number], device=self.device)
+        distributed.broadcast(told, 0)
+        return int(told)
 
     @property
     def device(self) -> torch.device:
@@ -293,20 +306,23 @@ class Target:
         """Run layer modules over whole sequences ``hidden`` [B, R, D] from position 0, keeping nothing.
 
         ``slots`` says which layers of the target they are called like (mask, rotary table), as in `run_modules`.
-        ``mask`` takes the place of the family's own. ``parents`` as in `run_layers`: row 0 stands at position 0.
+        ``mask`` takes the place of the family's own. ``parents`` as in `run_layers`: row 0 stands at position 0, and so
+        does every row whose parent is -1, which begins a sequence of its own.
         """
         num_rows = hidden.shape[1]
         place = Place(0, num_rows, num_rows, None if parents is None else tuple(parents))
-        by_layer = self._record_calls(num_rows).at(place, self.device, mask)
+        num_positions = num_rows if parents is None else 1 + max(row_depths(parents))
+        by_layer = self._record_calls(num_positions).at(place, self.device, mask)
         for module, layer in zip(modules, self._called_like(slots), strict=True):
             hidden = call_layer(module, hidden, by_layer[layer], None)
         return hidden
 
     # ---- how the family calls its layers -------------------------------------------------------------------------
 
-    def _called_like(self, slots: range) -> list[int]:
-        """The target's layers whose masks and tables modules at ``slots`` are called with."""
-        return [slot if slot < self.num_layers else slot - len(slots) for slot in slots]
+    def _called_like(self, slots: range) -> range:
+        """Layers of the target whose masks and tables modules at ``slots`` get; behind them its last ones."""
+        first = slots.start if slots.start < self.num_layers else self.num_layers - len(slots)
+        return range(first, first + len(slots))
 
     def _find_layers(self) -> tuple[list[str], nn.ModuleList]:
         for name, module in self.base.named_modules():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from selfspec import costs
+from selfspec.compare import first_divergence, gap_in_ulp
 from selfspec.eval import methods as registry
-from selfspec.eval.compare import first_divergence, gap_in_ulp
 from selfspec.eval.config import EvalConfig, load_eval_config
 from selfspec.eval.engine import Engine, ar
 from selfspec.eval.measure import CountError, Meter, Phases, Request, SkippedMethodError

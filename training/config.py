@@ -76,6 +76,7 @@ class TrainConfig(BaseModel):
     max_minutes: float | None = Field(default=None, gt=0)  # of training; the schedule then follows the clock
     epochs: float = Field(default=8.0, gt=0)
     batch_tokens: int = Field(default=2048, ge=1)
+    pack: bool = False  # rows of a batch one behind another in one sequence, drawn at random; false: alike ones, padded
     learning_rate: float = Field(default=1e-3, gt=0)  # LoRA and norm
     bridge_learning_rate: float = Field(default=5e-4, gt=0)
     warmup_ratio: float = Field(default=0.02, ge=0, lt=1)

@@ -34,6 +34,7 @@ from selfspec.training.data import (
 )
 from selfspec.training.kept_states import KeptStates
 from selfspec.training.overlap import Overlap
+from selfspec.training.ranks import is_main
 from selfspec.training.states import TeacherStates
 from selfspec.training.user_turns import eos_ids, first_turns, next_turns
 from selfspec.training.workers import in_order
@@ -106,7 +107,7 @@ def write_data(
     plan = None
     if prompts:
         plan = _plan(_distinct(read_prompts(prompts), overlap, done), tokenizer, batch_size, longest, seed, done)
-    with locked(folder), _bar() as bar, contextlib.ExitStack() as stack:
+    with locked(folder) if is_main() else contextlib.nullcontext(), _bar() as bar, contextlib.ExitStack() as stack:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
         start_tokens, num_barren = state.num_answer_tokens, 0

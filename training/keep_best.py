@@ -17,7 +17,7 @@ from selfspec.files import write_atomically
 from selfspec.training.config import TrainConfig
 from selfspec.training.metrics import Metrics
 from selfspec.training.plan import Costs, choose
-from selfspec.training.ranks import any_says, is_main
+from selfspec.training.ranks import any_says, is_main, wait
 from selfspec.training.scores import drafted_text, score_rows
 from selfspec.training.states import RowStates
 from selfspec.training.student import Student
@@ -54,15 +54,22 @@ class KeepBest(TrainerCallback):
 
     def begin(self) -> None:
         """Take up the best state of an interrupted run, or measure the closed-form start."""
+        is_found = self._take_up()
+        wait()  # until all processes have looked: one of them writes it now
+        if not is_found:
+            self.measure(0)
+
+    def _take_up(self) -> bool:
         try:
             with safe_open(self.path, "pt") as file:
                 self.best_tau = float(file.metadata()["tau"])
                 self.best_state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except FileNotFoundError:
-            self.measure(0)
+            return False
         except SafetensorError as error:
             logger.warning("%s is broken (%s): the best state is looked for anew", self.path, error)
-            self.measure(0)
+            return False
+        return True
 
     def measure(self, step: int) -> None:
         """Evaluate now; keep and write the state if it is the best one so far."""
@@ -82,7 +89,7 @@ class KeepBest(TrainerCallback):
             state = {name: value.contiguous().cpu() for name, value in self.best_state.items()}
             if is_main():
                 write_atomically(self.path, save(state, metadata={"tau": str(self.best_tau)}))
-                self.write(metrics)
+            self.write(metrics)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Measure or stop when the clock says so."""

@@ -81,7 +81,7 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
     The draft step is timed unpadded; padding, where exact mode needs it, adds a little to it.
     """
     dtype = resolve_dtype(None, target.device)
-    if isinstance(dtype, torch.dtype) and dtype != target.dtype:
+    if isinstance(dtype, torch.dtype) and dtype != target.dtype and not target.is_split:  # parts cannot be copied
         target = Target(copy.deepcopy(target.base).to(dtype), check=False)
     head = ExitHead(target, "timed", exit_config, build_adapter(target, exit_config))
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)

@@ -18,9 +18,14 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def rank() -> int:
+    """Which of them this one is."""
+    return int(os.environ.get("RANK", 0))
+
+
 def is_main() -> bool:
     """Whether this process is the one that writes."""
-    return int(os.environ.get("RANK", 0)) == 0
+    return rank() == 0
 
 
 def join(is_cpu: bool) -> None:
@@ -36,12 +41,12 @@ def wait() -> None:
 
 
 @contextmanager
-def main_first() -> Iterator[None]:
-    """Rank 0 enters first, the others when it has left."""
-    if not is_main():
+def main_first(is_together: bool = False) -> Iterator[None]:
+    """Rank 0 enters first, the others when it has left; or all ``is_together``, and leave so."""
+    if not is_main() and not is_together:
         wait()
     yield
-    if is_main():
+    if is_main() or is_together:
         wait()
 
 

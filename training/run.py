@@ -66,13 +66,14 @@ def train_exits(config: TrainConfig) -> Path:
     dtype = config.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     model, tokenizer = load_target_model(config.model, config.revision, dtype=dtype, **config.load)
     target = Target(model)
+    check_processes(config, target)
     runs = config.each_exit()
     for run in runs:
         run.exit_config(target.num_layers, None).check(target.num_layers)
         load_start(target, run)
     join(is_cpu=target.device.type == "cpu")
     with locked(folder) if is_main() else contextlib.nullcontext():
-        with main_first():
+        with main_first(target.is_split):
             if is_main():
                 record(config, folder)
             rows = load_rows(config, target, tokenizer, folder)
@@ -83,6 +84,17 @@ def train_exits(config: TrainConfig) -> Path:
                 logger.info("exit %s: layer %d, %s", run.exit, run.exit_layer, run.form)
             _train_one(run, target, rows, folder, folder if run is runs[0] else folder / "runs" / run.exit, tokenizer)
     return folder / config.exit if len(runs) == 1 else folder
+
+
+def check_processes(config: TrainConfig, target: Target) -> None:
+    """Raise ValueError where the processes cannot share the work in the way that is asked for."""
+    if target.is_split and (config.fsdp or config.layerskip):
+        raise ValueError("a target that several processes hold together trains exits, without fsdp and layerskip")
+    size = getattr(getattr(target.config, "distributed_config", None), "tp_size", None)
+    if target.is_split and size not in (None, num_processes()):
+        raise ValueError(
+            f"tp_size is {size} of {num_processes()} processes: all of them have to hold the target together"
+        )
 
 
 def _train_one(
@@ -127,7 +139,7 @@ def train_on_rows(
     exit_config = config.exit_config(target.num_layers, vocab)
     kept = kept_states(config, target, folder)
     workers = num_workers_for(target.base, config.workers)
-    with main_first():  # what it makes, the others find
+    with main_first(target.is_split):  # what it makes, the others find
         held_out = collect_cached(target, kept, exit_config, held_rows, num_workers=workers)
         states: Sequence[RowStates] = (
             collect_cached(target, kept, exit_config, train_rows, num_workers=workers)
@@ -163,11 +175,17 @@ def train_on_rows(
     logger.info("%s", {k: v for k, v in summary.items() if k != "config"})
 
     def save(metrics: Metrics, is_last: bool = False) -> None:
-        if write is not None and (is_last or not is_shared):  # shared weights are put together at the end
-            write(build_head(target, config, exit_config, adapter), metrics, summary)
+        if write is None or (is_shared and not is_last):  # shared weights are put together at the end
+            return
+        if is_main() or target.is_split:  # a head takes weights of the target, which all processes hold together
+            head = build_head(target, config, exit_config, adapter)
+            head.metadata["base"] = {"fingerprints": [kept.label]}
+            if is_main():
+                write(head, metrics, summary)
 
     is_shared = config.fsdp and num_processes() > 1
-    costs = measure_costs(target, exit_config) if config.draft_len is None and is_main() else None
+    measures = config.draft_len is None and (is_main() or target.is_split)
+    costs = measure_costs(target, exit_config) if measures else None
     keeper = KeepBest(student, choosing, config, folder, save, costs, decode)
     keeper.begin()
     at_start = evaluate(student, judging, config)
@@ -200,8 +218,8 @@ def train_on_rows(
         metrics = replace(metrics, speedup=speedup)
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
         logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
+    save(metrics, is_last=True)
     if is_main():
-        save(metrics, is_last=True)
         (folder / "metrics.json").write_text(json.dumps({"metrics": metrics.flat(), **summary}, indent=1) + "\n")
     return TrainedExit(build_head(target, config, exit_config, adapter), metrics, at_start)
 

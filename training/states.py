@@ -44,16 +44,32 @@ class RowStates:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows padded to one length."""
+    """Rows padded to one length, or packed into one sequence, one behind another."""
 
     taps: Tensor  # [B, S, D]
     recalls: Tensor | None  # [B, S, n D], at their own positions
-    lengths: Tensor  # [B]
+    lengths: Tensor  # of each row
     is_scored: Tensor  # [B, S], position carries the loss
     finals: Tensor  # [A, D]
     log_sums: Tensor  # [A]
     argmaxes: Tensor  # [A]
     tokens: Tensor  # [A], at the scored positions
+    is_packed: bool = False
+
+    @property
+    def positions(self) -> Tensor:
+        """Where each state stands in its own row, [S]."""
+        device = self.taps.device
+        if not self.is_packed:
+            return torch.arange(self.taps.shape[1], device=device)
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths.tolist()])
+
+    @property
+    def parents(self) -> list[int] | None:
+        """Packed rows as trees of one branch: what each state stands behind, -1 where a row begins; None: chains."""
+        if not self.is_packed:
+            return None
+        return [index - 1 if position else -1 for index, position in enumerate(self.positions.tolist())]
 
 
 def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_size: int) -> tuple[int, ...] | None:
@@ -155,29 +171,34 @@ def _teacher(target: Target, finals: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(log_sums), torch.cat(argmaxes)
 
 
-def recall_back(recalls: Tensor, steps: Tensor) -> Tensor:
-    """Deep states [B, S, nD] of ``steps`` [B, S] positions earlier; zeros before the beginning."""
+def recall_back(recalls: Tensor, steps: Tensor, positions: Tensor) -> Tensor:
+    """Deep states [B, S, nD] of ``steps`` [B, S] positions earlier; zeros before a row's beginning.
+
+    ``positions`` [S] are those in the rows.
+    """
     source = torch.arange(recalls.shape[1], device=recalls.device) - steps  # [B, S]
     rows = torch.arange(recalls.shape[0], device=recalls.device)[:, None]
-    return recalls[rows, source.clamp(min=0)] * (source >= 0)[..., None]
+    return recalls[rows, source.clamp(min=0)] * (positions >= steps)[..., None]
 
 
-def make_batch(rows: Sequence[RowStates], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Pad rows to one length."""
-    taps = pad_sequence([row.taps for row in rows], batch_first=True)
+def make_batch(rows: Sequence[RowStates], device: torch.device, dtype: torch.dtype, is_packed: bool = False) -> Batch:
+    """Pad rows to one length, or pack them into one sequence."""
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))[None] if is_packed else pad_sequence(list(parts), batch_first=True)
+
     held = [row.recalls for row in rows if row.recalls is not None]
-    is_scored = torch.zeros(taps.shape[:2], dtype=torch.bool)
-    for b, row in enumerate(rows):
-        is_scored[b, row.answer_start - 1 : row.num_tokens] = True
+    scored = [torch.arange(row.num_tokens) >= row.answer_start - 1 for row in rows]
     return Batch(
-        taps=taps.to(device, dtype),
-        recalls=pad_sequence(held, batch_first=True).to(device, dtype) if held else None,
+        taps=joined([row.taps for row in rows]).to(device, dtype),
+        recalls=joined(held).to(device, dtype) if held else None,
         lengths=torch.tensor([row.num_tokens for row in rows], device=device),
-        is_scored=is_scored.to(device),
+        is_scored=joined(scored).to(device),
         finals=torch.cat([row.finals for row in rows]).to(device, dtype),
         log_sums=torch.cat([row.log_sums for row in rows]).to(device),
         argmaxes=torch.cat([row.argmaxes for row in rows]).to(device),
         tokens=torch.cat([row.tokens for row in rows]).to(device),
+        is_packed=is_packed,
     )
 
 

@@ -67,7 +67,7 @@ class Student(nn.Module):
             places = torch.arange(normed.shape[1], device=normed.device)
             return Guesses(normed.flatten(0, 1), numbers.repeat_interleave(len(places)), places.repeat(len(normed)))
         assert steps is not None
-        normed = self._chain(batch.taps, batch.recalls, steps)[batch.is_scored]
+        normed = self._chain(batch, steps)[batch.is_scored]
         return Guesses(normed, steps[batch.is_scored], torch.arange(len(normed), device=normed.device))
 
     def target_precision(self) -> Any:
@@ -89,8 +89,11 @@ class Student(nn.Module):
         """Draft steps [B, S] for `forward`, runs 1, 2, ... of random length, as cycles are; None if not a chain."""
         if not self.is_chain:
             return None
-        lengths, size = batch.lengths.tolist(), batch.taps.shape[1]
-        return draw_steps(lengths, size, self.config.num_maps, generator).to(batch.taps.device)
+        lengths = batch.lengths.tolist()
+        drawn = draw_steps(lengths, max(lengths), self.config.num_maps, generator)
+        if batch.is_packed:  # the same of each row
+            drawn = torch.cat([row[:length] for row, length in zip(drawn, lengths, strict=True)])[None]
+        return drawn.to(batch.taps.device)
 
     @property
     def is_chain(self) -> bool:
@@ -138,41 +141,41 @@ class Student(nn.Module):
                     value = distribute_tensor(value.to(held.device), held.device_mesh, held.placements)
                 held.copy_(value)
 
-    def _chain(self, taps: Tensor, recalls: Tensor | None, steps: Tensor) -> Tensor:
-        """Normed states [B, S, D]; ``recalls`` [B, S, nD] at their own positions, ``steps`` [B, S] from 1."""
-        module = unwrap(self.adapter)
+    def _chain(self, batch: Batch, steps: Tensor) -> Tensor:
+        """Normed states [B, S, D]; ``steps`` [B, S] from 1."""
+        module, taps = unwrap(self.adapter), batch.taps
         maps = active(module.bridge).maps
-        if recalls is None:
-            return module(self.target, maps[0](taps))
-        inputs = torch.cat([taps, recall_back(recalls, steps)], dim=-1)  # [B, S, (1 + n) D]
+        if batch.recalls is None:
+            return module(self.target, maps[0](taps), batch.parents)
+        inputs = _inputs(batch, steps)
         which = steps.clamp(max=len(maps))
         bridged = taps.new_zeros(taps.shape)
         for j, linear in enumerate(maps, start=1):
             chosen = which == j
             bridged = bridged.index_put(chosen.nonzero(as_tuple=True), linear(inputs[chosen]).to(bridged.dtype))
-        return module(self.target, bridged)
+        return module(self.target, bridged, batch.parents)
 
     def _parallel(self, batch: Batch) -> Tensor:
         """Normed states [J, B, S, D] of every step j at the position that it guesses from, j - 1 behind its tap."""
-        inputs = _first_inputs(batch)
-        return self._run_tree([linear(inputs) for linear in active(unwrap(self.adapter).bridge).maps])
+        inputs = _inputs(batch)
+        return self._run_tree([linear(inputs) for linear in active(unwrap(self.adapter).bridge).maps], batch)
 
     def _recursive(self, batch: Batch) -> Tensor:
         """The same of steps that are fed with their token and the normed state of the step before."""
         bridge, size = active(unwrap(self.adapter).bridge), batch.taps.shape[1]
         ids = torch.zeros(batch.taps.shape[:2], dtype=torch.long, device=batch.taps.device)
         ids[batch.is_scored] = batch.tokens  # others are never drafted
-        embedded = self.target.embed(ids).to(batch.taps.dtype)
-        rows = [bridge.maps[0](_first_inputs(batch))]
-        states = self._run_tree(rows)
+        embedded = self.target.embed(ids, depths=batch.positions.tolist()).to(batch.taps.dtype)
+        rows = [bridge.maps[0](_inputs(batch))]
+        states = self._run_tree(rows, batch)
         taps = torch.arange(size, device=ids.device)
         for step in range(1, self.config.num_steps):
             place = (taps + step).clamp(max=size - 1)  # of the token that is fed; the state before lies one before it
             rows.append(bridge.again(embedded[:, place], states[-1][:, (place - 1).clamp(min=0)]))
-            states = self._run_tree(rows)
+            states = self._run_tree(rows, batch)
         return states
 
-    def _run_tree(self, rows: Sequence[Tensor]) -> Tensor:
+    def _run_tree(self, rows: Sequence[Tensor], batch: Batch) -> Tensor:
         """Normed states [J, B, S, D] of bridged ``rows`` [B, S, D] of every step j, ordered by tap; moved to where they
         guess from, j - 1 behind it.
 
@@ -180,21 +183,21 @@ class Student(nn.Module):
         sees the text up to its tap and the rows of its own draft, as decoding has it.
         """
         size = rows[0].shape[1]
-        parents = [0, *range(len(rows) * size - 1)]
-        parents[size:] = range((len(rows) - 1) * size)
+        parents = [*(batch.parents or [0, *range(size - 1)]), *range((len(rows) - 1) * size)]
         normed = unwrap(self.adapter)(self.target, torch.cat(list(rows), dim=1), parents).unflatten(
             1, (len(rows), size)
         )
-        positions = torch.arange(size, device=normed.device)
-        return torch.stack([normed[:, j, (positions - j).clamp(min=0)] for j in range(len(rows))])
+        places, positions = torch.arange(size, device=normed.device), batch.positions
+        return torch.stack([normed[:, j, places - positions.clamp(max=j)] for j in range(len(rows))])
 
 
-def _first_inputs(batch: Batch) -> Tensor:
-    """What the bridge reads at a draft's first step, [B, S, (1 + n) D]."""
+def _inputs(batch: Batch, steps: Tensor | None = None) -> Tensor:
+    """What the bridge reads, [B, S, (1 + n) D], at draft ``steps`` [B, S] (None: at the first)."""
     if batch.recalls is None:
         return batch.taps
-    steps = torch.ones(batch.taps.shape[:2], dtype=torch.long, device=batch.taps.device)
-    return torch.cat([batch.taps, recall_back(batch.recalls, steps)], dim=-1)
+    if steps is None:
+        steps = torch.ones(batch.taps.shape[:2], dtype=torch.long, device=batch.taps.device)
+    return torch.cat([batch.taps, recall_back(batch.recalls, steps, batch.positions)], dim=-1)
 
 
 def _gathered(tensor: Tensor) -> Tensor:

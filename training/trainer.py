@@ -22,12 +22,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from selfspec.files import write_atomically
-from selfspec.passes import batches_of
+from selfspec.passes import batches_of, packs_of
 from selfspec.training.checkpoints import check_facts, newest_whole, seal
 from selfspec.training.config import TrainConfig
 from selfspec.training.fresh_states import num_positions, take
 from selfspec.training.losses import overlap
-from selfspec.training.ranks import any_says, is_main, num_processes, share, wait
+from selfspec.training.ranks import any_says, is_main, num_processes, rank, share, wait
 from selfspec.training.states import Batch, RowStates, make_batch
 from selfspec.training.stopping import StopRequests
 from selfspec.training.student import Guesses, Objective, Student
@@ -40,7 +40,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # one file, wh
 
 
 class _Batches(Dataset[list[int]]):
-    """Ready-made groups of rows of alike length."""
+    """Ready-made groups of rows."""
 
     def __init__(self, groups: list[list[int]]) -> None:
         self.groups = groups
@@ -88,13 +88,16 @@ class ExitTrainer(Trainer):
         folder: Path,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        groups = batches_of(num_positions(states), config.batch_tokens)
+        lengths, most = num_positions(states), config.batch_tokens
+        groups = packs_of(lengths, most, config.seed) if config.pack else batches_of(lengths, most)
         self.states, self.config, self.facts = states, config, facts or {}
         self.generator = torch.Generator().manual_seed(config.seed)
         self.began = time.monotonic()
         if config.max_minutes and num_processes() > 1:
             raise ValueError("max_minutes goes by one clock; several processes take max_steps or epochs")
-        limit = config.max_steps or math.ceil(config.epochs * (len(groups) // num_processes()))
+        # processes that hold one target together take the same rows, others each their own
+        self.rank, self.num_ranks = (0, 1) if student.target.is_split else (rank(), num_processes())
+        limit = config.max_steps or math.ceil(config.epochs * (len(groups) // self.num_ranks))
         self.num_steps_planned = limit
         arguments = TrainingArguments(
             output_dir=str(folder / "checkpoints"),
@@ -130,11 +133,12 @@ class ExitTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One group of rows a step and process, in an order drawn anew each epoch."""
-        order = _Turns(len(self.train_dataset), self.config.seed, self.args.process_index, self.args.world_size)
+        order = _Turns(len(self.train_dataset), self.config.seed, self.rank, self.num_ranks)
         return DataLoader(self.train_dataset, batch_size=1, sampler=order, collate_fn=self._collate)
 
     def _collate(self, items: list[list[int]]) -> dict[str, Any]:
-        return {"batch": make_batch(take(self.states, items[0]), self.args.device, torch.float32)}
+        rows = take(self.states, items[0])
+        return {"batch": make_batch(rows, self.args.device, torch.float32, self.config.pack)}
 
     def _prepare_input(self, data: Any) -> Any:
         return data

@@ -13,6 +13,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.clones import is_split
 from selfspec.pretrained import load_target_model
 
 Result = TypeVar("Result")
@@ -24,10 +25,11 @@ _held: PreTrainedModel | None = None  # the target of a worker process
 def num_workers_for(model: PreTrainedModel, wanted: int | None) -> int:
     """How many processes may hold ``model``; None wants as many as torch has threads.
 
-    One where it is not on a CPU or came from no folder that another process could load it from.
+    One where it is not on a CPU, came from no folder that another process could load it from, or is one of several
+    that run it together.
     """
     source = str(model.config.name_or_path)
-    if model.device.type != "cpu" or not source or not (Path(source) / "config.json").is_file():
+    if is_split(model) or model.device.type != "cpu" or not source or not (Path(source) / "config.json").is_file():
         return 1
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     fitting = int(psutil.virtual_memory().available // (COPIES * size))
