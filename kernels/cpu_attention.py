@@ -58,16 +58,15 @@ def _attend(a: Any, sequence: int, group: int, scores: int) -> None:
             cm.dots(q + 4 * line * width, keys + element * (begin + t) * width, scores + 4 * (line * longest + t),
                     width, longest, min(lines - line, MAX_ROWS), WIDE if is_wide else MIXED)  # fmt: skip
     s, sees, scale = cm.floats(scores), cm.octets(mask), cm.floats(a[SCALE])[0]
+    totals = cm.floats(scores + 4 * lines * longest)
     for line in range(lines):
         seen, at = (line % rows) * slots + begin, line * longest
         for t in range(slots - begin):
-            s[at + t] = s[at + t] * scale if sees[seen + t] else np.float32(-np.inf)
-        cm.softmax(scores + 4 * at, slots - begin)
-    for line in range(0, lines, MAX_ROWS):
-        for i in range(0, width, LANES):
-            cm.sums(scores + 4 * line * longest, values + element * (begin * width + i),
-                    made + 4 * (line * width + i), slots - begin, longest, width,
-                    min(lines - line, MAX_ROWS), is_wide)  # fmt: skip
+            s[at + t] = s[at + t] if sees[seen + t] else np.float32(-np.inf)
+        totals[line] = cm.powers(scores + 4 * at, slots - begin, scale)
+    cm.weigh(scores, values + element * begin * width, made, slots - begin, longest, width, lines, is_wide)
+    for line in range(lines):
+        cm.multiply(made + 4 * line * width, np.float32(1) / totals[line], width)
 
 
 @compiled

@@ -1,7 +1,7 @@
 """The two inner loops of everything on a CPU, as LLVM vector code: a few rows against weights, keys or values.
 
     dot_block:   y[r, j] = sum_k w[j, k] x[r, k],     j = 0 .. 7,   r = 0 .. R - 1
-    sum_block:   y[r, i] = sum_t p[r, t] v[t, i],     i = 0 .. 15,  r = 0 .. R - 1
+    sum_block:   y[r, i] = sum_t p[r, t] v[t, i],     i = 0 .. 15 or 63,  r = 0 .. R - 1
 
 w and v stream from memory once for all rows, so up to six rows cost hardly more than one. Every sum is made in one
 order, whatever R is (16 running sums over k, folded in a fixed tree; one sum over t), so a row's result does not depend
@@ -25,8 +25,10 @@ MAX_ROWS = 6  # rows of x at once: as many sums as a CPU has registers for
 MIXED, WIDE, PAIRS = range(3)  # x and weight: float32 and bfloat16, both float32, both bfloat16
 AHEAD = {MIXED: 2048, WIDE: 2048, PAIRS: 8192}  # bytes of the weight asked for in advance
 STEP = {MIXED: LANES, WIDE: LANES, PAIRS: 2 * LANES}  # of k; K must be a multiple
+VECTORS = 4  # of 16 columns that `sum_block` takes at once, where a CPU has registers for them
 _is_host = config.CPU_NAME is None and config.CPU_FEATURES is None  # numba compiles for this very machine
-HAS_PAIRS = bool(_is_host and llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+_has = llvmlite.binding.get_host_cpu_features().get
+HAS_PAIRS, HAS_MANY_REGISTERS = (bool(_is_host and _has(feature)) for feature in ("avx512bf16", "avx512f"))
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _SUMS, _SHORTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
@@ -72,52 +74,88 @@ def dot_block(
 
 @intrinsic
 def sum_block(
-    typing_context: Any, p: Any, values: Any, y: Any, count: Any, stride: Any, width: Any, num_rows: Any, is_wide: Any
-) -> Any:
+    typing_context: Any, p: Any, values: Any, y: Any, count: Any, stride: Any, width: Any, num_rows: Any, is_wide: Any,
+    num_vectors: Any,
+) -> Any:  # fmt: skip
     """y[r * width + i] for the addresses p (float32 [R, stride]), values ([count, width]) and y (float32).
 
     There must be one slot at least.
-    ``num_rows`` (1 to 6) and ``is_wide`` (1: the values are float32, 0: bfloat16) are literals.
+    ``num_rows`` (1 to 6), ``is_wide`` (1: the values are float32, 0: bfloat16) and ``num_vectors`` of 16 columns are
+    literals.
     """
     del typing_context
-    if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(is_wide, types.IntegerLiteral):
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (num_rows, is_wide, num_vectors)):
         return None
-    rows, wide = num_rows.literal_value, bool(is_wide.literal_value)
+    rows, kind = num_rows.literal_value, WIDE if is_wide.literal_value else MIXED
 
     def codegen(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
         p, values, y, count, stride, width = args[:6]
-        _emit_sum(builder, p, values, y, count, stride, width, rows, wide)
+        _emit_sum(builder, p, values, y, count, stride, width, rows, kind, num_vectors.literal_value)
         return context.get_dummy_value()
 
     number = types.int64
-    return types.void(number, number, number, number, number, number, num_rows, is_wide), codegen
+    return types.void(number, number, number, number, number, number, num_rows, is_wide, num_vectors), codegen
 
 
 def _emit_sum(
-    b: ir.IRBuilder, p: Any, values: Any, y: Any, count: Any, p_stride: Any, width: Any, rows: int, wide: bool
-) -> None:
+    b: ir.IRBuilder, p: Any, values: Any, y: Any, count: Any, p_stride: Any, width: Any, rows: int, kind: int,
+    num_vectors: int,
+) -> None:  # fmt: skip
     p, y = b.inttoptr(p, _F32.as_pointer()), b.inttoptr(y, _F32.as_pointer())
-    values = b.inttoptr(values, (_F32 if wide else _I16).as_pointer())
+    values = b.inttoptr(values, (_F32 if kind == WIDE else _I16).as_pointer())
     before, loop, done = b.block, b.append_basic_block("t"), b.append_basic_block("done")
     b.branch(loop)
     b.position_at_end(loop)
     t = b.phi(_I64)
     t.add_incoming(_I64(0), before)
-    sums = [b.phi(_SUMS) for _ in range(rows)]
-    v = _streamed(b, b.gep(values, [b.mul(t, width)]), WIDE if wide else MIXED)
+    sums = [[b.phi(_SUMS) for _ in range(num_vectors)] for _ in range(rows)]
+    slot = b.mul(t, width)
+    vectors = [_streamed(b, b.gep(values, [b.add(slot, _I64(LANES * i))]), kind) for i in range(num_vectors)]
     spread = ir.Constant(_WORDS, [0] * LANES)
-    for r, held in enumerate(sums):
+    for r, row in enumerate(sums):
         weight = b.load(b.gep(p, [b.add(t, b.mul(p_stride, _I64(r)))]))
         single = b.insert_element(ir.Constant(_SUMS, ir.Undefined), weight, _I32(0))
-        held.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), before)
-        held.add_incoming(_fma(b, v, b.shuffle_vector(single, single, spread), held), loop)
+        weights = b.shuffle_vector(single, single, spread)
+        for held, v in zip(row, vectors, strict=True):
+            held.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), before)
+            held.add_incoming(_fma(b, v, weights, held), loop)
     after = b.add(t, _I64(1))
     t.add_incoming(after, loop)
     b.cbranch(b.icmp_unsigned("<", after, count), loop, done)
     b.position_at_end(done)
-    for r, held in enumerate(sums):
-        place = b.gep(y, [b.mul(width, _I64(r))])
-        b.store(held.incomings[1][0], b.bitcast(place, _SUMS.as_pointer()), align=4)
+    for r, row in enumerate(sums):
+        for i, held in enumerate(row):
+            place = b.gep(y, [b.add(b.mul(width, _I64(r)), _I64(LANES * i))])
+            b.store(held.incomings[1][0], b.bitcast(place, _SUMS.as_pointer()), align=4)
+
+
+@intrinsic
+def largest_of_block(typing_context: Any, values: Any, count: Any) -> Any:
+    """The largest of ``count`` float32 values, a multiple of 16 and no less; LLVM leaves such a loop scalar."""
+    del typing_context, values, count
+
+    def codegen(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
+        place, before, loop = b.inttoptr(args[0], _F32.as_pointer()), b.block, b.append_basic_block("t")
+        done = b.append_basic_block("done")
+        first = b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
+        b.branch(loop)
+        b.position_at_end(loop)
+        t, top = b.phi(_I64), b.phi(_SUMS)
+        t.add_incoming(_I64(0), before)
+        top.add_incoming(first, before)
+        more = _larger(b, b.load(b.bitcast(b.gep(place, [t]), _SUMS.as_pointer()), align=4), top)
+        after = b.add(t, _I64(LANES))
+        t.add_incoming(after, loop)
+        top.add_incoming(more, loop)
+        b.cbranch(b.icmp_unsigned("<", after, args[1]), loop, done)
+        b.position_at_end(done)
+        return _folded(b, more, _larger)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, rows: int, kind: int) -> None:
@@ -194,10 +232,10 @@ def _pick(b: ir.IRBuilder, first: Any, second: Any, lanes: Any) -> Any:
     return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, len(picked)), picked))
 
 
-def _folded(b: ir.IRBuilder, total: Any) -> Any:
-    """The sum of all lanes, halves added to halves."""
+def _folded(b: ir.IRBuilder, total: Any, join: Any = ir.IRBuilder.fadd) -> Any:
+    """The sum of all lanes, halves added to halves; or what else ``join`` makes of two."""
     width = LANES
     while width > 1:
         width //= 2
-        total = b.fadd(_pick(b, total, total, range(width)), _pick(b, total, total, range(width, 2 * width)))
+        total = join(b, _pick(b, total, total, range(width)), _pick(b, total, total, range(width, 2 * width)))
     return b.extract_element(total, _I32(0))

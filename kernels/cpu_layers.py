@@ -104,22 +104,17 @@ def _attend(a: Any, q: int, made: int, scores: int, keys: int, values: int, long
         for line in range(0, lines, MAX_ROWS):
             cm.dots(q + wide * line * width, keys + element * t * width, scores + 4 * (line * longest + t), width,
                     longest, min(lines - line, MAX_ROWS), kind)  # fmt: skip
+    totals = cm.floats(scores + 4 * lines * longest)
     for line in range(lines):
         row, begin = line % rows, line * longest
         count = begin + first
-        for t in range(begin, count):
-            s[t] *= scale
         for j in range(row + 1):
             if sees[row * rows + j]:
-                s[count] = s[begin + first + j] * scale
+                s[count] = s[begin + first + j]
                 count += 1
-        cm.softmax(scores + 4 * begin, count - begin)
+        totals[line] = cm.powers(scores + 4 * begin, count - begin, scale)
     if first:
-        for line in range(0, lines, MAX_ROWS):
-            for i in range(0, width, LANES):
-                place = made + 4 * (line * width + i)
-                cm.sums(scores + 4 * line * longest, values + element * i, place, first, longest, width,
-                        min(lines - line, MAX_ROWS), is_wide)  # fmt: skip
+        cm.weigh(scores, values, made, first, longest, width, lines, is_wide)
     else:
         for i in range(lines * width):
             out[i] = np.float32(0)
@@ -130,6 +125,7 @@ def _attend(a: Any, q: int, made: int, scores: int, keys: int, values: int, long
                 value = values + element * (first + j) * width
                 cm.add_slot(made + 4 * line * width, s[count], value, width, is_wide)
                 count += 1
+        cm.multiply(made + 4 * line * width, np.float32(1) / totals[line], width)
 
 
 @njit

@@ -11,7 +11,21 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .cpu_dot import BLOCK, HAS_PAIRS, MAX_ROWS, MIXED, PAIRS, STEP, WIDE, dot_block, sum_block
+from .cpu_dot import (
+    BLOCK,
+    HAS_MANY_REGISTERS,
+    HAS_PAIRS,
+    LANES,
+    MAX_ROWS,
+    MIXED,
+    PAIRS,
+    STEP,
+    VECTORS,
+    WIDE,
+    dot_block,
+    largest_of_block,
+    sum_block,
+)
 
 FAST = {"reassoc", "contract", "nsz"}
 PAIR_STEP = STEP[PAIRS]
@@ -230,35 +244,47 @@ def keep(x: int, cache: int, place: int, width: int, is_wide_cache: int) -> None
             short[place + i] = np.uint16(np.float32(values[i]).view(np.uint32) >> np.uint32(16))
 
 
-@njit
-def sums(p: int, values: int, y: int, count: int, p_stride: int, width: int, rows: int, is_wide: int) -> None:
-    """`sum_block` for 1 to 6 rows of either dtype."""
-    stay_apart()
-    if is_wide:
+def _sums_of(is_wide: int, num_vectors: int) -> Any:
+    """`sum_block` for 1 to 6 rows."""
+
+    @njit
+    def sums(p: int, values: int, y: int, count: int, p_stride: int, width: int, rows: int) -> None:
+        stay_apart()
         if rows == 1:
-            sum_block(p, values, y, count, p_stride, width, 1, 1)
+            sum_block(p, values, y, count, p_stride, width, 1, is_wide, num_vectors)
         elif rows == 2:
-            sum_block(p, values, y, count, p_stride, width, 2, 1)
+            sum_block(p, values, y, count, p_stride, width, 2, is_wide, num_vectors)
         elif rows == 3:
-            sum_block(p, values, y, count, p_stride, width, 3, 1)
+            sum_block(p, values, y, count, p_stride, width, 3, is_wide, num_vectors)
         elif rows == 4:
-            sum_block(p, values, y, count, p_stride, width, 4, 1)
+            sum_block(p, values, y, count, p_stride, width, 4, is_wide, num_vectors)
         elif rows == 5:
-            sum_block(p, values, y, count, p_stride, width, 5, 1)
+            sum_block(p, values, y, count, p_stride, width, 5, is_wide, num_vectors)
         else:
-            sum_block(p, values, y, count, p_stride, width, 6, 1)
-    elif rows == 1:
-        sum_block(p, values, y, count, p_stride, width, 1, 0)
-    elif rows == 2:
-        sum_block(p, values, y, count, p_stride, width, 2, 0)
-    elif rows == 3:
-        sum_block(p, values, y, count, p_stride, width, 3, 0)
-    elif rows == 4:
-        sum_block(p, values, y, count, p_stride, width, 4, 0)
-    elif rows == 5:
-        sum_block(p, values, y, count, p_stride, width, 5, 0)
-    else:
-        sum_block(p, values, y, count, p_stride, width, 6, 0)
+            sum_block(p, values, y, count, p_stride, width, 6, is_wide, num_vectors)
+
+    return sums
+
+
+_sums, _wide_sums = _sums_of(0, 1), _sums_of(1, 1)
+_broad_sums = _sums_of(0, VECTORS) if HAS_MANY_REGISTERS else _sums
+
+
+@njit
+def weigh(p: int, values: int, y: int, count: int, p_stride: int, width: int, lines: int, is_wide: int) -> None:
+    """y[line] = sum_t p[line, t] values[t] over ``count`` slots, for any number of ``lines``."""
+    broad = not is_wide and HAS_MANY_REGISTERS and width % (VECTORS * LANES) == 0
+    element, columns = 4 if is_wide else 2, VECTORS * LANES if broad else LANES
+    for line in range(0, lines, MAX_ROWS):
+        rows = min(lines - line, MAX_ROWS)
+        for i in range(0, width, columns):
+            x, v, made = p + 4 * line * p_stride, values + element * i, y + 4 * (line * width + i)
+            if broad:
+                _broad_sums(x, v, made, count, p_stride, width, rows)
+            elif is_wide:
+                _wide_sums(x, v, made, count, p_stride, width, rows)
+            else:
+                _sums(x, v, made, count, p_stride, width, rows)
 
 
 @njit(fastmath=FAST)
@@ -269,11 +295,12 @@ def add_slot(y: int, weight: float, values: int, width: int, is_wide_cache: int)
         made[i] += weight * (wide[i] if is_wide_cache else widened(short[i]))
 
 
-@njit(fastmath=FAST | {"nnan"})  # with NaN among them anything may come out, which makes the softmax NaN all the same
+@njit
 def _largest(values: int, count: int) -> float:
-    v = floats(values)
-    top = v[0]
-    for t in range(1, count):
+    """With NaN among them anything may come out: what is made with it is NaN all the same."""
+    v, whole = floats(values), count // LANES * LANES
+    top = largest_of_block(values, whole) if whole else v[0]
+    for t in range(whole, count):
         top = max(top, v[t])
     return top
 
@@ -287,18 +314,23 @@ def worth(logits: int, count: int, top: float, chance: float) -> Any:
     return top + np.float32(math.log(np.float32(chance) * total))
 
 
-@njit(fastmath=FAST, error_model="numpy")
-def softmax(scores: int, count: int) -> None:
-    """In place, of one line."""
+@njit(fastmath=FAST)
+def powers(scores: int, count: int, scale: float) -> Any:
+    """scores = e^(scale * (scores - their largest)), in place; returns their sum: a softmax, but for a division."""
     s = floats(scores)
-    top = _largest(scores, count)
-    total = np.float32(0)
+    top, total = _largest(scores, count), np.float32(0)
     for t in range(count):
-        s[t] = exp(s[t] - top)
+        s[t] = exp(scale * (s[t] - top))
         total += s[t]
-    inverse = np.float32(1) / total
-    for t in range(count):
-        s[t] *= inverse
+    return total
+
+
+@njit(fastmath=FAST)
+def multiply(y: int, factor: float, count: int) -> None:
+    """y *= factor."""
+    made = floats(y)
+    for i in range(count):
+        made[i] *= factor
 
 
 @njit(fastmath=FAST, error_model="numpy")  # a test for a zero divisor would keep the loop scalar
