@@ -3,7 +3,7 @@
     dot_block:   y[r, j] = sum_k w[j, k] x[r, k],     j = 0 .. 7,   r = 0 .. R - 1
     sum_block:   y[r, i] = sum_t p[r, t] v[t, i],     i = 0 .. 15 or 63,  r = 0 .. R - 1
 
-w and v stream from memory once for all rows, so up to six rows cost hardly more than one. Every sum is made in one
+w and v stream from memory once for all rows, so a few rows cost hardly more than one. Every sum is made in one
 order, whatever R is (16 running sums over k, folded in a fixed tree; one sum over t), so a row's result does not depend
 on the rows beside it: that is what makes exact decoding free on a CPU. bfloat16 is widened on the way, never copied.
 
@@ -21,7 +21,6 @@ from numba.extending import intrinsic
 
 LANES = 16  # running sums; K must be a multiple
 BLOCK = 8  # weight rows at once
-MAX_ROWS = 6  # rows of x at once: as many sums as a CPU has registers for
 MIXED, WIDE, PAIRS = range(3)  # x and weight: float32 and bfloat16, both float32, both bfloat16
 AHEAD = {MIXED: 2048, WIDE: 2048, PAIRS: 8192}  # bytes of the weight asked for in advance
 STEP = {MIXED: LANES, WIDE: LANES, PAIRS: 2 * LANES}  # of k; K must be a multiple
@@ -29,6 +28,9 @@ VECTORS = 4  # of 16 columns that `sum_block` takes at once, where a CPU has reg
 _is_host = config.CPU_NAME is None and config.CPU_FEATURES is None  # numba compiles for this very machine
 _has = llvmlite.binding.get_host_cpu_features().get
 HAS_PAIRS, HAS_MANY_REGISTERS = (bool(_is_host and _has(feature)) for feature in ("avx512bf16", "avx512f"))
+MAX_ROWS = 8 if HAS_MANY_REGISTERS else 6  # rows of x at once: as many sums as a CPU has registers for
+MAX_SINGLE = 6  # rows up to which one row of the weight is streamed, not two
+MAX_LINES = 6  # rows of p at once
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _SUMS, _SHORTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
@@ -56,7 +58,7 @@ def dot_block(
 ) -> Any:
     """y[r * stride + j] for the addresses x ([R, K]), weight ([8, K]) and y (float32).
 
-    ``num_rows`` (1 to 6) and ``kind`` (MIXED, WIDE or PAIRS: the dtypes of x and weight) are literals.
+    ``num_rows`` (1 to 8) and ``kind`` (MIXED, WIDE or PAIRS: the dtypes of x and weight) are literals.
     """
     del typing_context
     if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(kind, types.IntegerLiteral):
@@ -161,7 +163,7 @@ def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, rows: int, kind: int) -> None:
     x = b.inttoptr(x, (_I16 if kind == PAIRS else _F32).as_pointer())
     y, weight = b.inttoptr(y, _F32.as_pointer()), b.inttoptr(weight, (_F32 if kind == WIDE else _I16).as_pointer())
-    zero = ir.Constant(_SUMS, [0.0] * LANES)
+    tile = 2 if rows > MAX_SINGLE else 1  # weight rows at once, which share each load of x
     before, outer = b.block, b.append_basic_block("weight_row")
     inner, folded, done = b.append_basic_block("k"), b.append_basic_block("fold"), b.append_basic_block("done")
     b.branch(outer)
@@ -169,29 +171,30 @@ def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride:
     b.position_at_end(outer)
     j = b.phi(_I64)
     j.add_incoming(_I64(0), before)
-    row = b.gep(weight, [b.mul(j, num_inputs)])
+    places = [b.gep(weight, [b.mul(b.add(j, _I64(i)), num_inputs)]) for i in range(tile)]
     b.branch(inner)
 
     b.position_at_end(inner)
     k = b.phi(_I64)
     k.add_incoming(_I64(0), outer)
-    sums = [b.phi(_SUMS) for _ in range(rows)]
-    w = _streamed(b, b.gep(row, [k]), kind)
-    for r, held_sum in enumerate(sums):
+    sums = [[b.phi(_SUMS) for _ in range(tile)] for _ in range(rows)]
+    weights = [_streamed(b, b.gep(place, [k]), kind) for place in places]
+    for r, row in enumerate(sums):
         place = b.gep(x, [b.add(k, b.mul(num_inputs, _I64(r)))])
-        held_sum.add_incoming(zero, outer)
-        if kind == PAIRS:
-            held_sum.add_incoming(_add_pairs(b, w, _load_pairs(b, place), held_sum), inner)
-        else:
-            held_sum.add_incoming(_fma(b, w, b.load(b.bitcast(place, _SUMS.as_pointer()), align=4), held_sum), inner)
+        values = _load_pairs(b, place) if kind == PAIRS else b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
+        for held, w in zip(row, weights, strict=True):
+            held.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), outer)
+            held.add_incoming((_add_pairs if kind == PAIRS else _fma)(b, w, values, held), inner)
     after = b.add(k, _I64(STEP[kind]))
     k.add_incoming(after, inner)
     b.cbranch(b.icmp_unsigned("<", after, num_inputs), inner, folded)
 
     b.position_at_end(folded)
-    for r, held_sum in enumerate(sums):
-        b.store(_folded(b, held_sum.incomings[1][0]), b.gep(y, [b.add(j, b.mul(stride, _I64(r)))]))
-    following = b.add(j, _I64(1))
+    for r, row in enumerate(sums):
+        for i, held in enumerate(row):
+            place = b.gep(y, [b.add(b.add(j, _I64(i)), b.mul(stride, _I64(r)))])
+            b.store(_folded(b, held.incomings[1][0]), place)
+    following = b.add(j, _I64(tile))
     j.add_incoming(following, folded)
     b.cbranch(b.icmp_unsigned("<", following, _I64(BLOCK)), outer, done)
     b.position_at_end(done)

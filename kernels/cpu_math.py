@@ -16,6 +16,7 @@ from .cpu_dot import (
     HAS_MANY_REGISTERS,
     HAS_PAIRS,
     LANES,
+    MAX_LINES,
     MAX_ROWS,
     MIXED,
     PAIRS,
@@ -100,7 +101,7 @@ def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
 
 
 def _dots_of(kind: int) -> Any:
-    """`dot_block` for 1 to 6 rows."""
+    """`dot_block` for 1 to MAX_ROWS rows."""
 
     @njit
     def dots(x: int, w: int, y: int, size: int, stride: int, rows: int) -> None:
@@ -115,8 +116,12 @@ def _dots_of(kind: int) -> Any:
             dot_block(x, w, y, size, stride, 4, kind)
         elif rows == 5:
             dot_block(x, w, y, size, stride, 5, kind)
-        else:
+        elif rows == 6:
             dot_block(x, w, y, size, stride, 6, kind)
+        elif rows == 7:
+            dot_block(x, w, y, size, stride, 7, kind)
+        else:
+            dot_block(x, w, y, size, stride, 8, kind)
 
     return dots
 
@@ -127,7 +132,7 @@ _paired_dots = _dots_of(PAIRS) if HAS_PAIRS else _mixed_dots  # the latter is ne
 
 @njit
 def dots(x: int, w: int, y: int, size: int, stride: int, rows: int, kind: int) -> None:
-    """y[r * stride + j] = x[r] . w[j], j = 0 .. 7, for 1 to 6 rows of dtypes ``kind``."""
+    """y[r * stride + j] = x[r] . w[j], j = 0 .. 7, for 1 to MAX_ROWS rows of dtypes ``kind``."""
     if kind == PAIRS:
         _paired_dots(x, w, y, size, stride, rows)
     elif kind == WIDE:
@@ -275,8 +280,8 @@ def weigh(p: int, values: int, y: int, count: int, p_stride: int, width: int, li
     """y[line] = sum_t p[line, t] values[t] over ``count`` slots, for any number of ``lines``."""
     broad = not is_wide and HAS_MANY_REGISTERS and width % (VECTORS * LANES) == 0
     element, columns = 4 if is_wide else 2, VECTORS * LANES if broad else LANES
-    for line in range(0, lines, MAX_ROWS):
-        rows = min(lines - line, MAX_ROWS)
+    for line in range(0, lines, MAX_LINES):
+        rows = min(lines - line, MAX_LINES)
         for i in range(0, width, columns):
             x, v, made = p + 4 * line * p_stride, values + element * i, y + 4 * (line * width + i)
             if broad:
