@@ -54,7 +54,8 @@ class DraftCall:
     """A head and the room that drafts of at most ``draft_len`` tokens need.
 
     A draft ends before a token with which all drafts would stand with less than ``min_confidence``, and behind one of
-    ``end_ids``. Beside each token stand at most ``draft_width`` - 1 siblings of a chance of ``min_branch`` or more.
+    ``end_ids``. Beside each token stand at most ``draft_width`` - 1 siblings of a chance of ``min_branch`` or more,
+    which a second or later token of a tree must have, too.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class DraftCall:
         self._tokens, self._tops = np.zeros(most + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
         self._trunks, self._branches = np.zeros(most + 1, dtype=np.int64), np.zeros(2 * most, dtype=np.int64)
         self._sees = np.zeros((most + 1, most + 1), dtype=np.uint8)
-        self._end_ids, self._least = np.array(sorted(end_ids), dtype=np.int64), np.array([min_branch], dtype=np.float32)
+        self._end_ids = np.array(sorted(end_ids), dtype=np.int64)
+        self._least = np.array([min_branch, 1], dtype=np.float32)  # and the chance that the chain so far stands
         self._record = np.zeros(w.NUM_WORDS, dtype=np.int64)
         for word, tensor in {
             w.EMBEDDING: head.embedding, w.NORM: head.norm, w.VOCAB: head.vocabulary, w.VOCAB_IDS: head.vocab_ids,
@@ -126,12 +128,8 @@ class DraftCall:
         self._trunks[: len(trunks)] = [trunk.address for trunk in trunks]
         record[w.BLOCK_FIRST], record[w.BLOCK_NEXT] = blocks[0].address, blocks[-1].address
         record[w.NUM_DRAFTS], record[w.POSITION], record[w.SEEN] = num_drafts, position, seen
-        record[w.LAST_POSITION], record[w.NUM_DRAWN], record[w.NUM_BRANCHES], self._tokens[0] = (
-            last_position,
-            0,
-            0,
-            token,
-        )
+        record[w.LAST_POSITION], record[w.NUM_DRAWN], record[w.NUM_BRANCHES] = last_position, 0, 0
+        self._tokens[0], self._least[1] = token, 1
         call(self._function, self._address, self.threads)
         count, branches = int(record[w.NUM_DRAWN]), int(record[w.NUM_BRANCHES])
         rows, siblings = 1 + count + branches, self._branches[: 2 * branches : 2].tolist()

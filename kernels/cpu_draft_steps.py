@@ -7,6 +7,7 @@ Shapes: D hidden, n recalled layers, V_d drafted vocabulary, r rank of the corre
 block has not seen (the last is the tap; behind it a parallel draft has K - 1 more).
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -63,13 +64,18 @@ def _is_end(d: Any, token: int) -> bool:
 
 
 @njit
-def _branch(d: Any, logits: int, count: int, best: int, step: int) -> None:
+def _branch(d: Any, logits: int, count: int, best: int, step: int) -> bool:
     """Note the siblings of the token at ``best``: at most WIDTH - 1, the likeliest first, each with a chance >= LEAST.
 
-    One stands in BRANCHES as the step and its place among the drafted tokens.
+    A chance is the token's share times those of the chain before it. One stands in BRANCHES as the step and its place
+    among the drafted tokens. False, and none, where behind the first step the token itself has less.
     """
-    values, found, begin = cm.floats(logits), cm.words(d[BRANCHES]), d[NUM_BRANCHES]
-    floor, end = cm.worth(logits, count, values[best], cm.floats(d[LEAST])[0]), begin
+    values, found, begin, chances = cm.floats(logits), cm.words(d[BRANCHES]), d[NUM_BRANCHES], cm.floats(d[LEAST])
+    total, least, reach, end = cm.mass(logits, count, values[best]), chances[0], chances[1], begin
+    chances[1] = reach / total
+    if step and chances[1] < least:
+        return False
+    floor = values[best] + np.float32(math.log(least / reach * total)) if least > 0 else np.float32(-np.inf)
     for place in range(count):
         if values[place] >= floor and place != best:
             at = end
@@ -83,6 +89,7 @@ def _branch(d: Any, logits: int, count: int, best: int, step: int) -> None:
     for i in range(begin, end):
         found[2 * i] = step
     d[NUM_BRANCHES] = end
+    return True
 
 
 @njit
@@ -200,9 +207,8 @@ def _draw(d: Any, a: Any, step: int, thread: int) -> None:
     if thread == 0:
         best = _argmax(cm.floats(d[LOGITS]), num_vocab, cm.floats(d[TOPS]), step)
         cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[best] if d[VOCAB_IDS] else best
-        d[NUM_DRAWN] = step + 1
-        if d[WIDTH] > 1:
-            _branch(d, d[LOGITS], num_vocab, best, step)
+        if d[WIDTH] == 1 or _branch(d, d[LOGITS], num_vocab, best, step):
+            d[NUM_DRAWN] = step + 1
     wait(team)
 
 
@@ -270,11 +276,10 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
         place = _argmax(cm.floats(logits), num_vocab, cm.floats(d[TOPS]), step)  # by each thread: it is soon done
         if thread == 0:
             cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place
-            d[NUM_DRAWN] = step + 1
-            if d[WIDTH] > 1:
-                _branch(d, logits, num_vocab, place, step)
+            if d[WIDTH] == 1 or _branch(d, logits, num_vocab, place, step):
+                d[NUM_DRAWN] = step + 1
         wait(team)
-        if _is_end(d, cm.words(d[TOKENS])[step + 1]):
+        if d[NUM_DRAWN] == step or _is_end(d, cm.words(d[TOKENS])[step + 1]):
             break
 
 
@@ -310,7 +315,7 @@ def run_steps(address: int) -> None:
             if survival < cm.floats(d[CHANCE])[1]:
                 break
         _draw(d, a, step, thread)
-        if _is_end(d, cm.words(d[TOKENS])[step + 1]):
+        if d[NUM_DRAWN] == step or _is_end(d, cm.words(d[TOKENS])[step + 1]):
             break
     wait(a[NUM_THREADS])
     count = d[NUM_DRAWN]

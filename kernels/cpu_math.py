@@ -310,13 +310,13 @@ def _largest(values: int, count: int) -> float:
     return top
 
 
-@njit(fastmath=FAST, error_model="numpy")
-def worth(logits: int, count: int, top: float, chance: float) -> Any:
-    """The logit that stands for ``chance``, where the largest is ``top``."""
+@njit(fastmath=FAST)
+def mass(logits: int, count: int, top: float) -> Any:
+    """sum e^(logits - top): where top is the largest of them, 1 over its share of a softmax."""
     values, total = floats(logits), np.float32(0)
     for i in range(count):
         total += exp(values[i] - top)
-    return top + np.float32(math.log(np.float32(chance) * total))
+    return total
 
 
 @njit(fastmath=FAST)

@@ -48,7 +48,8 @@ class Guess:
     token: int
     logits: Tensor  # [V_d], the exit's own
     probs: Tensor | None  # [V_d], q as drawn from; None is one-hot at the token
-    siblings: tuple[int, ...] = ()  # further tokens, the likeliest first
+    share: float = 1.0  # of the likeliest token, where there may be siblings
+    siblings: tuple[tuple[int, float], ...] = ()  # further tokens and their shares, the likeliest first
 
 
 class NoDrafter:
@@ -92,8 +93,8 @@ class ChainDrafter:
     ``draft_len`` is the largest number of drafts k, ``min_confidence`` the probability that all drafts so far and the
     next one are accepted below which no further token is drawn (decided before the token is drawn, so that a drawn
     token is always judged). With a ``draft_width`` w > 1 up to w - 1 siblings stand beside each token, leaves of a tree
-    whose trunk is the chain: those that the exit gives a chance worth a row of the verify pass (Medusa's and EAGLE's
-    trees, Cai et al. 2024, Li et al. 2024, cut to one level behind the chain).
+    whose trunk is the chain: those that the exit gives, with all before them, a chance worth a row of the verify pass
+    (as in EAGLE-2's trees, Li et al. 2024, cut to one level beside the chain), which a second token needs, too.
     """
 
     is_stepwise = False  # a subclass that looks at single steps says so
@@ -120,7 +121,7 @@ class ChainDrafter:
         probs: list[Tensor] = []
         taps: list[Tensor] = []
         steps = self._steps(state, tokens, taps, num_drafts)
-        survival = 1.0
+        survival = reach = 1.0
         for normed in steps:  # [1, 1, D]
             survival *= self.exit_head.chance(normed) if self.min_confidence > 0 else 1.0
             if survival < self.min_confidence:
@@ -128,7 +129,11 @@ class ChainDrafter:
             guess = self.guess(normed, state, tokens)
             if guess is None:
                 break
-            siblings += [(len(tokens), token) for token in guess.siblings]
+            worth = self.exit_head.config.min_branch / reach if self.draft_width > 1 else 0.0
+            if tokens and guess.share < worth:  # known before the token is drawn, if it is drawn at all
+                break
+            siblings += [(len(tokens), token) for token, share in guess.siblings if share >= worth]
+            reach *= guess.share
             tokens.append(guess.token)
             if state.rule == "rejection" and not state.sampling.is_greedy:
                 assert guess.probs is not None
@@ -181,24 +186,23 @@ class ChainDrafter:
             return None
         if _is_plain_greedy(state, len(drafted)):
             place = int(argmax(logits))
-            return Guess(self.exit_head.token_at(place), logits, None, self._siblings(logits, place))
+            return Guess(self.exit_head.token_at(place), logits, None, *self._siblings(logits, place))
         q = self._distribution(logits, state, drafted)
         noise = self._noise(state, len(state.tokens) + len(drafted))
         place = int(draw(q, noise))
         # drawn by the rule `rejection` they would have to be judged by their own q each: there are none
         shares = None if state.rule == "rejection" else q.log() if noise is None else (q / noise.log().neg()).log()
-        siblings = () if shares is None else self._siblings(shares, place)
-        return Guess(self.exit_head.token_at(place), logits, q, siblings)
+        branches = () if shares is None else self._siblings(shares, place)
+        return Guess(self.exit_head.token_at(place), logits, q, *branches)
 
-    def _siblings(self, logits: Tensor, place: int) -> tuple[int, ...]:
-        """The likeliest tokens by ``logits`` [V_d] but the one at ``place``, while each has a chance worth a row."""
+    def _siblings(self, logits: Tensor, place: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """The share by ``logits`` [V_d] of the likeliest token, at ``place``, and the next tokens with theirs."""
         if self.draft_width == 1:
-            return ()
+            return 1.0, ()
         found = logits.softmax(-1).topk(min(self.draft_width, len(logits)))
         pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
-        least = self.exit_head.config.min_branch
-        tokens = [self.exit_head.token_at(i) for chance, i in pairs if i != place and chance >= least]
-        return tuple(tokens[: self.draft_width - 1])
+        others = [(self.exit_head.token_at(i), share) for share, i in pairs if i != place]
+        return float(found.values[0]), tuple(others[: self.draft_width - 1])
 
     def _run_trunk(self, state: "DecodeState", tokens: Sequence[int], offset: int) -> Tensor:
         """Taps [1, R, D] of ``tokens``, the first of which lies ``offset`` behind the last emitted one."""
