@@ -333,14 +333,14 @@ class LayerCall:
         self._private, self._places = torch.empty(self.threads, private), np.zeros(rows, dtype=np.int64)
         self._scalars = np.array([shape.scale, shape.eps], dtype=np.float32)
         self.notes = torch.empty(len(noted), 1, rows, size)  # states behind the noted layers, of the last call
-        self._notes, self._num_vocab = np.zeros(len(layers), dtype=np.int64), 0
+        self._notes = np.zeros(len(layers), dtype=np.int64)
         for note, number in zip(self.notes, noted, strict=True):
             self._notes[number - 1] = note.data_ptr()
         self._record = np.zeros(NUM_WORDS, dtype=np.int64)
         self._kept = (layers, cos, sin, head)
         if head is not None:
             norm, vocabulary = head
-            self._num_vocab = self._record[NUM_VOCAB] = len(vocabulary)
+            self._record[NUM_VOCAB] = len(vocabulary)
             self._record[FINAL_NORM], self._record[VOCAB] = norm.data_ptr(), vocabulary.data_ptr()
         for word, value in {
             NUM_LAYERS: len(layers), LAYERS: layers.ctypes.data, NUM_ROWS: rows, HIDDEN: self._states.data_ptr(),
@@ -359,21 +359,21 @@ class LayerCall:
         self._record[IS_WIDE], self._record[ANCESTORS] = is_wide, self._sees.data_ptr()
 
     def __call__(
-        self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run the layers on ``hidden`` [1, R, D], float32 or bfloat16, writing the rows' keys and values.
 
         Rows take the slots first, first + 1, ... and stand at ``positions`` of the tables; ``ancestors`` [R, R],
-        boolean, says who sees whom among them (None: a chain). Returns the states behind the last layer [1, R, D],
-        which the next call overwrites, and the logits [1, R, V], both in float32; V is 0 where there is no head.
+        boolean, says who sees whom among them (None: a chain). Returns the states behind the last layer [1, R, D] in
+        float32, which the next call overwrites; where there is a head, ``logits`` [1, R, V] in float32 are filled in.
         """
         self.begin(hidden.dtype == torch.float32, ancestors)
         self._states.copy_(hidden)
         self._places[:] = positions
-        logits = torch.empty(1, self.rows, self._num_vocab)
-        self._record[FIRST], self._record[LOGITS] = first, logits.data_ptr()
+        self._record[FIRST], self._record[LOGITS] = first, 0 if logits is None else logits.data_ptr()
         call(_run_layers, self.address, self.threads)
-        return self._states, logits
+        return self._states
 
 
 @functools.cache

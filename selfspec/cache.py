@@ -14,6 +14,8 @@ from selfspec import float8
 from selfspec.kernels import dispatch, ops
 from selfspec.kernels.compact_reference import Held, hold
 
+MOST_SHARED = 16  # rows of logits that passes take turns with
+
 
 class KVCache:
     """Preallocated keys and values, [B, Hkv, capacity, D] a layer, and a length a layer.
@@ -51,6 +53,10 @@ class KVCache:
         self._first = self._num_kept = 0
         self._end: int | None = 0  # None: all slots
         self._slots: Tensor | None = None
+        self.keeps_logits = (
+            True  # each pass's apart; False: the next pass overwrites them, which saves the system's work
+        )
+        self._logits: Tensor | None = None
         self.plans: dict[Any, Any] = {}  # kept by kernels that go by addresses, which live as long as the tensors
 
     def open(self, first: int, num_rows: int, read_end: int, num_kept: int | None = None) -> None:
@@ -128,6 +134,14 @@ class KVCache:
             keys = self._keys[layer] = like.new_zeros(*shape, width, dtype=dtype)
             values = self._values[layer] = like.new_zeros(*shape, value_width or width, dtype=dtype)
         return keys, values
+
+    def logits_room(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Where a pass may put its logits, [1, R, V] in float32."""
+        if self.keeps_logits or num_rows > MOST_SHARED:
+            return torch.empty(1, num_rows, num_tokens)
+        if self._logits is None or self._logits.shape[2] != num_tokens:
+            self._logits = torch.empty(1, MOST_SHARED, num_tokens)
+        return self._logits[:, :num_rows]
 
     def advance(self, layers: range, num_rows: int) -> None:
         """Count ``num_rows`` more valid rows in ``layers``."""

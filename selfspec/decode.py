@@ -112,8 +112,8 @@ class DecodeState:
     def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
         """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""
         path = verdict.path[0, : int(verdict.num_accepted[0])].tolist()
-        standing = scored.logits[: 1 + len(path)] if draft.is_chain else scored.logits[[0, *path]]
-        require_finite(standing, scored.first)  # rejected rows are none of plain decoding's business
+        for i, row in enumerate([0, *path]):  # rejected rows are none of plain decoding's business
+            require_finite(scored.logits[row : row + 1], scored.first + i)
         emitted = self.emit([*(int(draft.tokens[0, row - 1]) for row in path), int(verdict.next_token[0])])
         self._keep(scored, [0, *path][: len(emitted)])  # the last emitted token has no row yet
         return emitted

@@ -101,7 +101,7 @@ class FusedLayers:
         if plan is None:
             return None
         place = _placed(plan, hidden.shape[1], cache.lengths[slots.start], parents)
-        made, _ = plan.call(hidden.shape[1])(hidden, *place)
+        made = plan.call(hidden.shape[1])(hidden, *place)
         return made.to(hidden.dtype, copy=True)
 
     def finish(
@@ -113,7 +113,8 @@ class FusedLayers:
         if head is None or plan is None or plan.shape.eps != head.eps:
             return None
         call = plan.call(rows, tuple(depth - slots.start for depth in depths), head)
-        _, logits = call(hidden, *_placed(plan, rows, cache.lengths[slots.start], parents))
+        logits = cache.logits_room(rows, len(head.vocabulary))
+        call(hidden, *_placed(plan, rows, cache.lengths[slots.start], parents), logits)
         notes = call.notes.to(hidden.dtype, copy=True)
         return logits, dict(zip(depths, notes, strict=True))
 

@@ -51,8 +51,9 @@ def row_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+@functools.lru_cache(maxsize=1024)
 def tree_shape(parents: tuple[int, ...] | None, num_rows: int) -> tuple[list[int], Tensor | None]:
-    """Depth of each row, and who is whose ancestor [R, R] (None for a chain)."""
+    """Depth of each row, and who is whose ancestor [R, R] (None for a chain); both are to be read only."""
     if parents is None:
         return list(range(num_rows)), None
     depths, ancestors = row_depths(parents), torch.eye(num_rows, dtype=torch.bool)

@@ -269,6 +269,7 @@ class EarlyExitModel:
             is_stopped=settings.stop_rule(criteria, prompt, self.target.device),
             engine=self.engine,
         )
+        state.cache.keeps_logits = False  # the loop is done with them before the next pass
         return drafter, state
 
     def custom_generate(
