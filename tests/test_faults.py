@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -37,6 +38,20 @@ def seal(path, facts):
 trainer.seal = seal
 config = settings(folder, max_steps=6 if what == "kill" else 100_000, save_steps=2)
 train_on_rows(Target(build()), written_rows(build(), 30), config, folder, VOCAB)
+"""
+
+
+PARENT = """
+import multiprocessing, os, time
+from selfspec.training.workers import leave_with_parent
+
+def work():
+    leave_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+multiprocessing.get_context("fork").Process(target=work).start()
+time.sleep(600)
 """
 
 
@@ -102,6 +117,15 @@ def test_killed_while_saving_the_run_goes_on_from_the_checkpoint_before(tmp_path
     assert (tmp_path / "checkpoints" / "checkpoint-4").is_dir()
     assert train(tmp_path, max_steps=6) == [2, 3, 4, 5]
     assert "checkpoint-4 is passed over: it was not finished" in caplog.text
+
+
+def test_workers_end_with_a_parent_that_was_killed():
+    """Several of them would otherwise keep a model each in memory, for nobody."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        worker.wait(timeout=30)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):

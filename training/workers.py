@@ -2,7 +2,9 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -68,10 +70,23 @@ def in_order(
 
 def _load(path: str, dtype: torch.dtype) -> None:
     global _held
+    leave_with_parent()
     with contextlib.suppress(ValueError):  # not in a main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     torch.set_num_threads(1)
     _held, _ = load_target_model(path, dtype=dtype, device="cpu")
+
+
+def leave_with_parent() -> None:
+    """End this process when the one that started it ends, however that comes: a killed parent cannot say so."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _call(function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
