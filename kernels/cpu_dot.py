@@ -21,9 +21,11 @@ from numba.extending import intrinsic
 
 LANES = 16  # running sums; K must be a multiple
 BLOCK = 8  # weight rows at once
-MIXED, WIDE, PAIRS = range(3)  # x and weight: float32 and bfloat16, both float32, both bfloat16
-AHEAD = {MIXED: 2048, WIDE: 2048, PAIRS: 8192}  # bytes of the weight asked for in advance
-STEP = {MIXED: LANES, WIDE: LANES, PAIRS: 2 * LANES}  # of k; K must be a multiple
+# x and weight: float32 and bfloat16, both float32, both bfloat16, bfloat16 and eight bits
+MIXED, WIDE, PAIRS, BYTES = range(4)
+WIDTHS = {MIXED: 2, WIDE: 4, PAIRS: 2, BYTES: 1}  # bytes of a weight
+AHEAD = {MIXED: 2048, WIDE: 2048, PAIRS: 8192, BYTES: 4096}  # bytes of the weight asked for in advance
+STEP = {MIXED: LANES, WIDE: LANES, PAIRS: 2 * LANES, BYTES: 2 * LANES}  # of k; K must be a multiple
 VECTORS = 4  # of 16 columns that `sum_block` takes at once, where a CPU has registers for them
 _is_host = config.CPU_NAME is None and config.CPU_FEATURES is None  # numba compiles for this very machine
 _has = llvmlite.binding.get_host_cpu_features().get
@@ -32,7 +34,7 @@ MAX_ROWS = 8 if HAS_MANY_REGISTERS else 6  # rows of x at once: as many sums as 
 MAX_SINGLE = 6  # rows up to which one row of the weight is streamed, not two
 MAX_LINES = 6  # rows of p at once
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 _SUMS, _SHORTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
 
 
@@ -58,7 +60,7 @@ def dot_block(
 ) -> Any:
     """y[r * stride + j] for the addresses x ([R, K]), weight ([8, K]) and y (float32).
 
-    ``num_rows`` (1 to 8) and ``kind`` (MIXED, WIDE or PAIRS: the dtypes of x and weight) are literals.
+    ``num_rows`` (1 to 8) and ``kind`` (MIXED, WIDE, PAIRS or BYTES: the dtypes of x and weight) are literals.
     """
     del typing_context
     if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(kind, types.IntegerLiteral):
@@ -161,8 +163,9 @@ def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 
 def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, rows: int, kind: int) -> None:
-    x = b.inttoptr(x, (_I16 if kind == PAIRS else _F32).as_pointer())
-    y, weight = b.inttoptr(y, _F32.as_pointer()), b.inttoptr(weight, (_F32 if kind == WIDE else _I16).as_pointer())
+    is_paired, element = kind in (PAIRS, BYTES), {WIDE: _F32, BYTES: _I8}.get(kind, _I16)
+    x = b.inttoptr(x, (_I16 if is_paired else _F32).as_pointer())
+    y, weight = b.inttoptr(y, _F32.as_pointer()), b.inttoptr(weight, element.as_pointer())
     tile = 2 if rows > MAX_SINGLE else 1  # weight rows at once, which share each load of x
     before, outer = b.block, b.append_basic_block("weight_row")
     inner, folded, done = b.append_basic_block("k"), b.append_basic_block("fold"), b.append_basic_block("done")
@@ -181,10 +184,10 @@ def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride:
     weights = [_streamed(b, b.gep(place, [k]), kind) for place in places]
     for r, row in enumerate(sums):
         place = b.gep(x, [b.add(k, b.mul(num_inputs, _I64(r)))])
-        values = _load_pairs(b, place) if kind == PAIRS else b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
+        values = _load_pairs(b, place) if is_paired else b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
         for held, w in zip(row, weights, strict=True):
             held.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), outer)
-            held.add_incoming((_add_pairs if kind == PAIRS else _fma)(b, w, values, held), inner)
+            held.add_incoming((_add_pairs if is_paired else _fma)(b, w, values, held), inner)
     after = b.add(k, _I64(STEP[kind]))
     k.add_incoming(after, inner)
     b.cbranch(b.icmp_unsigned("<", after, num_inputs), inner, folded)
@@ -205,10 +208,13 @@ def _streamed(b: ir.IRBuilder, place: Any, kind: int) -> Any:
     prefetch_type = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), _I32, _I32, _I32])
     prefetch = cgutils.get_or_insert_function(b.module, prefetch_type, "llvm.prefetch.p0")
     for line in range(2 if kind == WIDE else 1):  # of 64 bytes
-        ahead = b.gep(place, [_I64((AHEAD[kind] + 64 * line) // (4 if kind == WIDE else 2))])
+        ahead = b.gep(place, [_I64((AHEAD[kind] + 64 * line) // WIDTHS[kind])])
         b.call(prefetch, [b.bitcast(ahead, ir.IntType(8).as_pointer()), _I32(0), _I32(3), _I32(1)])
     if kind == PAIRS:
         return _load_pairs(b, place)
+    if kind == BYTES:
+        signed = b.load(b.bitcast(place, ir.VectorType(_I8, 2 * LANES).as_pointer()), align=1)
+        return b.fptrunc(b.sitofp(signed, ir.VectorType(_F32, 2 * LANES)), _PAIRED)
     if kind == WIDE:
         return b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
     shorts = b.load(b.bitcast(place, _SHORTS.as_pointer()), align=2)

@@ -15,7 +15,28 @@ import torch
 from torch import Tensor
 
 from . import cpu_draft_steps as w
+from .cpu_dot import BLOCK, BYTES, HAS_PAIRS, STEP
 from .cpu_layers import LayerCall, call
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A weight [O, I] in eight bits times ``scales`` [O], or as it was."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return self.weight.data_ptr(), 0 if self.scales is None else self.scales.data_ptr()
+
+
+def compressed(weight: Tensor) -> Compressed:
+    """``weight`` [O, I] rounded to eight bits a row, where that is quicker to multiply with: a guess may be rough."""
+    if not HAS_PAIRS or weight.dtype != torch.bfloat16 or weight.shape[1] % STEP[BYTES] or len(weight) % BLOCK:
+        return Compressed(weight, None)
+    scales = weight.abs().amax(dim=1).float().clamp(min=1e-30) / 127
+    return Compressed((weight.float() / scales[:, None]).round().to(torch.int8), scales)
 
 
 @dataclass(frozen=True)
@@ -25,13 +46,14 @@ class DraftHead:
     ``embedding`` [V, D], ``maps`` a bridge per step (weight [D, (1 + n) D], bias [D] in float32; of a recursive draft
     that of step 1, and one of weight [D, 2 D]), ``norm`` [D] in float32, ``vocabulary`` [V_d, D] and ``vocab_ids``
     [V_d] (None: all of them), ``confidence``, weight [D] and bias [1] in float32. Of a draft from one pass also
-    ``correction``, the tables [V_d, r] of the token before and of the token after.
+    ``correction``, the tables [V_d, r] of the token before and of the token after. Maps and vocabulary are as
+    `compressed` gives them.
     """
 
     embedding: Tensor
-    maps: list[tuple[Tensor, Tensor]]
+    maps: list[tuple["Compressed", Tensor]]
     norm: Tensor
-    vocabulary: Tensor
+    vocabulary: "Compressed"
     vocab_ids: Tensor | None
     is_one_pass: bool = False  # parallel, or of a single token
     is_recursive: bool = False
@@ -62,12 +84,13 @@ class DraftCall:
         self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0, draft_width: int = 1,
         min_branch: float = 0.0, end_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        (num_vocab, size), num_inputs = head.vocabulary.shape, head.maps[0][0].shape[1]
+        (num_vocab, size), num_inputs = head.vocabulary.weight.shape, head.maps[0][0].weight.shape[1]
         self.num_inputs, self.threads, self.draft_len = num_inputs, threads, draft_len
         self._head, self._function = head, w.run_one_pass if head.is_one_pass else w.run_steps
         rank = 0 if head.correction is None else head.correction[0].shape[1]
         steps = [head.maps[min(step, len(head.maps) - 1)] for step in range(draft_len)]
-        self._maps = np.array([[m.data_ptr(), b.data_ptr()] for m, b in steps], dtype=np.int64)
+        maps = [(made.addresses, bias.data_ptr()) for made, bias in steps]
+        self._maps = np.array([[weight, bias, scales] for (weight, scales), bias in maps], dtype=np.int64)
         rows = draft_len if head.is_one_pass else 1
         most = draft_len * draft_width
         self._taps, self._logits = torch.empty(1, most + 1, size), torch.empty(rows, num_vocab)
@@ -83,7 +106,7 @@ class DraftCall:
         self._least = np.array([min_branch, 1], dtype=np.float32)  # and the chance that the chain so far stands
         self._record = np.zeros(w.NUM_WORDS, dtype=np.int64)
         for word, tensor in {
-            w.EMBEDDING: head.embedding, w.NORM: head.norm, w.VOCAB: head.vocabulary, w.VOCAB_IDS: head.vocab_ids,
+            w.EMBEDDING: head.embedding, w.NORM: head.norm, w.VOCAB_IDS: head.vocab_ids,
             w.TAPS: self._taps, w.LOGITS: self._logits, w.NORMED: self._normed, w.ROOM: self._room,
             w.BIASES: self._biases, w.AGAIN: self._again,
         }.items():  # fmt: skip
@@ -95,6 +118,7 @@ class DraftCall:
         for word, array in arrays.items():
             self._record[word] = array.ctypes.data
         self._record[w.NUM_INPUTS], self._record[w.NUM_VOCAB], self._record[w.RANK] = num_inputs, num_vocab, rank
+        self._record[w.VOCAB], self._record[w.SCALES] = head.vocabulary.addresses
         self._record[w.WIDTH], self._record[w.NUM_END_IDS] = draft_width, len(self._end_ids)
         if head.correction is not None:
             self._record[w.BEFORE], self._record[w.AFTER] = (table.data_ptr() for table in head.correction)

@@ -34,11 +34,11 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-NUM_WORDS = 40
+NUM_WORDS = 41
 (TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS,
  TOKENS, LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES,
  CONFIDENCE, CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS, PACKED, PACKED_SIZE, END_IDS, NUM_END_IDS, WIDTH, LEAST,
- BRANCHES, NUM_BRANCHES, SEES) = range(NUM_WORDS)  # fmt: skip
+ BRANCHES, NUM_BRANCHES, SEES, SCALES) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -132,6 +132,18 @@ def _widen(table: int, place: int, y: int, count: int, is_wide: int) -> None:
 
 
 @njit
+def _multiply(
+    d: Any, x: int, weight: int, scales: int, y: int, rows: int, size: int, count: int, begin: int, end: int,
+    stride: int, is_wide: int, thread: int,
+) -> None:  # fmt: skip
+    """`product` with a weight of the model's dtype, or in eight bits where there are ``scales``."""
+    if scales:
+        cm.byte_product(x, weight, scales, y, rows, size, begin, end, stride, _packed(d, thread))
+    else:
+        cm.product(x, weight, y, rows, size, count, begin, end, stride, is_wide, _packed(d, thread))
+
+
+@njit
 def _packed(d: Any, thread: int) -> int:
     """A thread's room for the inputs of a product."""
     return d[PACKED] + thread * d[PACKED_SIZE]
@@ -185,8 +197,8 @@ def _run_block(d: Any, a: Any, step: int, thread: int) -> None:
     wait(team)
     inputs, num_inputs = (d[AGAIN], 2 * size) if is_again else (tap if step else d[INPUTS], d[NUM_INPUTS])
     begin, end = cm.share(size, thread, team)
-    bridge = cm.words(d[MAPS] + 16 * step)
-    cm.product(inputs, bridge[0], b[HIDDEN], rows, num_inputs, size, begin, end, size, is_wide, _packed(d, thread))
+    bridge = cm.words(d[MAPS] + 24 * step)
+    _multiply(d, inputs, bridge[0], bridge[2], b[HIDDEN], rows, num_inputs, size, begin, end, size, is_wide, thread)
     cm.settle(b[HIDDEN], bridge[1], rows, begin, end, size, is_wide)
     wait(team)
     _run_blocks(b, thread)
@@ -200,8 +212,8 @@ def _draw(d: Any, a: Any, step: int, thread: int) -> None:
     """The most probable token behind the normed state of ``step``; it is kept."""
     size, is_wide, team, num_vocab = a[SIZE], a[IS_WIDE], a[NUM_THREADS], d[NUM_VOCAB]
     begin, end = cm.share(num_vocab, thread, team)
-    normed, room = d[NORMED] + 4 * thread * size, _packed(d, thread)
-    cm.product(normed, d[VOCAB], d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide, room)
+    normed, scales = d[NORMED] + 4 * thread * size, d[SCALES]
+    _multiply(d, normed, d[VOCAB], scales, d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide, thread)
     cm.settle(d[LOGITS], 0, 1, begin, end, 0, is_wide)
     wait(team)
     if thread == 0:
@@ -226,18 +238,18 @@ def _run_rows(d: Any, a: Any, thread: int) -> None:
         cm.copy(a[HIDDEN], tap, size)
     wait(team)
     begin, end = cm.share(size, thread, team)
-    room = _packed(d, thread)
     for step in range(count):
-        bridge, rows = cm.words(d[MAPS] + 16 * step), 1 if step else last + 1
+        bridge, rows = cm.words(d[MAPS] + 24 * step), 1 if step else last + 1
         x, y = tap if step else d[INPUTS], b[HIDDEN] + (4 * (last + step) * size if step else 0)
-        cm.product(x, bridge[0], y, rows, num_inputs, size, begin, end, size, is_wide, room)
+        _multiply(d, x, bridge[0], bridge[2], y, rows, num_inputs, size, begin, end, size, is_wide, thread)
         cm.settle(y, bridge[1], rows, begin, end, size, is_wide)
     wait(team)
     _run_blocks(b, thread)
     normed, num_vocab = d[NORMED] + 4 * thread * count * size, d[NUM_VOCAB]
     cm.norm(b[HIDDEN] + 4 * last * size, d[NORM], normed, count, size, cm.floats(b[SCALARS])[1], is_wide)
     begin, end = cm.share(num_vocab, thread, team)
-    cm.product(normed, d[VOCAB], d[LOGITS], count, size, num_vocab, begin, end, num_vocab, is_wide, room)
+    vocab, scales = d[VOCAB], d[SCALES]
+    _multiply(d, normed, vocab, scales, d[LOGITS], count, size, num_vocab, begin, end, num_vocab, is_wide, thread)
     cm.settle(d[LOGITS], 0, count, begin, end, num_vocab, is_wide)
     wait(team)
 

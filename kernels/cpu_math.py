@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 
 from .cpu_dot import (
     BLOCK,
+    BYTES,
     HAS_MANY_REGISTERS,
     HAS_PAIRS,
     LANES,
@@ -127,7 +128,8 @@ def _dots_of(kind: int) -> Any:
 
 
 _mixed_dots, _wide_dots = _dots_of(MIXED), _dots_of(WIDE)
-_paired_dots = _dots_of(PAIRS) if HAS_PAIRS else _mixed_dots  # the latter is never called
+# where there are no pairs, these are never called
+_paired_dots, _byte_dots = (_dots_of(PAIRS), _dots_of(BYTES)) if HAS_PAIRS else (_mixed_dots, _mixed_dots)
 
 
 @njit
@@ -135,6 +137,8 @@ def dots(x: int, w: int, y: int, size: int, stride: int, rows: int, kind: int) -
     """y[r * stride + j] = x[r] . w[j], j = 0 .. 7, for 1 to MAX_ROWS rows of dtypes ``kind``."""
     if kind == PAIRS:
         _paired_dots(x, w, y, size, stride, rows)
+    elif kind == BYTES:
+        _byte_dots(x, w, y, size, stride, rows)
     elif kind == WIDE:
         _wide_dots(x, w, y, size, stride, rows)
     else:
@@ -178,6 +182,23 @@ def product(
         for r in range(0, rows, MAX_ROWS):
             dots(x + element * r * size, weight + wide * place * size, y + 4 * (r * stride + place), size, stride,
                  min(rows - r, MAX_ROWS), kind)  # fmt: skip
+
+
+@njit
+def byte_product(
+    x: int, weight: int, scales: int, y: int, rows: int, size: int, begin: int, end: int, stride: int, room: int
+) -> None:
+    """`product` with a weight in eight bits times ``scales`` [O]; the outputs are a multiple of 8."""
+    stay_apart()
+    made, factors = floats(y), floats(scales)
+    pack(x, room, rows * size)
+    for o in range(begin, end, BLOCK):
+        for r in range(0, rows, MAX_ROWS):
+            dots(room + 2 * r * size, weight + o * size, y + 4 * (r * stride + o), size, stride,
+                 min(rows - r, MAX_ROWS), BYTES)  # fmt: skip
+    for r in range(rows):
+        for o in range(begin, end):
+            made[r * stride + o] *= factors[o]
 
 
 @njit(fastmath=FAST)

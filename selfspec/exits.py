@@ -10,6 +10,7 @@ Shapes: B batch, R rows, D hidden, V vocabulary, V_d drafted vocabulary, n recal
 
 import copy
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class ExitHead:
     ) -> None:
         config.check(target.num_layers, target.vocab_size)
         self.name, self.config, self.adapter, self.metadata = name, config, adapter, metadata or {}
+        self._compressed: dict[tuple[int, int], Any] = {}
         ids = config.draft_vocab
         self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
         norm = target.norm
@@ -163,6 +165,13 @@ class ExitHead:
         if self.config.correction == "state":
             return self.head(self.correction(normed, target.embed(before[None])))[0, -1].float()
         return self.head(normed)[0, -1].float() + self.correction(places_among(self.vocab_ids, before))[0].float()
+
+    def compressed(self, weight: Tensor, compress: Callable[[Tensor], Any]) -> Any:
+        """What ``compress`` makes of one of its weights, kept until that is changed."""
+        key = (weight.data_ptr(), weight._version)
+        if key not in self._compressed:
+            self._compressed[key] = compress(weight.detach())
+        return self._compressed[key]
 
     def token_ids(self, target: Target) -> Tensor:
         """Token id of every logit, [V_d]."""

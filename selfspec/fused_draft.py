@@ -53,9 +53,9 @@ class FusedDraft:
         module = dispatch.cpu_draft(target.device)
         parts = module.DraftHead(
             embedding=table.weight.detach(),
-            maps=[(m.weight.detach(), m.bias.detach().float()) for m in maps],
+            maps=[(head.compressed(m.weight, module.compressed), m.bias.detach().float()) for m in maps],
             norm=norm.weight.detach().float(),
-            vocabulary=output.weight.detach(),
+            vocabulary=head.compressed(output.weight, module.compressed),
             vocab_ids=head.vocab_ids,
             is_one_pass=self.is_one_pass,
             is_recursive=self.is_recursive,

@@ -161,6 +161,23 @@ def test_in_bfloat16_the_text_stays_and_drafts_hardly_change(config):
     assert sum(same) >= 0.9 * len(same)
 
 
+def test_weights_in_eight_bits_are_near_and_kept() -> None:
+    """Rounded once, to half a 127th of a row's largest, where the CPU has the products; once more when changed."""
+    cpu_draft = dispatch.cpu_draft(torch.device("cpu"))
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = cpu_draft.compressed(weight)
+    if made.scales is not None:
+        error = (made.weight * made.scales[:, None] - weight.float()).abs()
+        assert (error <= 0.501 * weight.float().abs().amax(1, keepdim=True) / 127).all()
+    assert cpu_draft.compressed(weight.float()).scales is None
+    _, head = exit_of(dtype=torch.bfloat16)
+    output = head.head.output.weight
+    first = head.compressed(output, cpu_draft.compressed)
+    assert head.compressed(output, cpu_draft.compressed) is first
+    output.mul_(2)
+    assert head.compressed(output, cpu_draft.compressed) is not first
+
+
 @FORMS
 @pytest.mark.parametrize("draft_len", [1, 3])
 def test_two_threads_draft_the_same(draft_len, config):
