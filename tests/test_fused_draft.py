@@ -1,5 +1,6 @@
 """A draft made in one kernel call is the draft made step by step."""
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from selfspec.verify import Draft
 from tests.conftest import build_model, new_state, prompt_of
 
 pytest.importorskip("numba")
+KERNELS = "selfspec.kernels."
 
 
 @pytest.fixture(autouse=True)
@@ -152,14 +154,12 @@ def test_the_same_siblings(draft_len, width, stop, config):
 
 
 @FORMS
-def test_in_bfloat16_the_text_stays_and_drafts_hardly_change(config):
-    """Step by step with the weights that the kernel rounds to eight bits, where it does."""
+def test_in_bfloat16_the_text_stays_and_drafts_hardly_change(config, monkeypatch):
+    """With the kernel's weights as they are, not in eight bits."""
     target, head = exit_of(dtype=torch.bfloat16, **config)
+    made = dispatch.cpu_draft(target.device).Compressed
+    monkeypatch.setattr(head, "compressed", lambda weight, _: made(weight.detach(), None))
     ours, state = run(Watched, target, head, 2)
-    for layer in (head.head.output, *head.bridge.maps, head.bridge.feedback):
-        made = None if layer is None else dispatch.cpu_draft(target.device).compressed(layer.weight)
-        if made is not None and made.scales is not None:
-            layer.weight.copy_(made.weight * made.scales[:, None])
     theirs, expected = run(Stepwise, target, head, 2)
     assert state.tokens == expected.tokens
     same = [a[0] == b[0] for a, b in zip(ours.seen, theirs.seen, strict=False)]
@@ -181,6 +181,22 @@ def test_weights_in_eight_bits_are_near_and_kept() -> None:
     assert head.compressed(output, cpu_draft.compressed) is first
     output.mul_(2)
     assert head.compressed(output, cpu_draft.compressed) is not first
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 11])
+def test_products_with_weights_in_eight_bits(rows: int) -> None:
+    cpu_dot, cpu_math = pytest.importorskip("selfspec.kernels.cpu_dot"), importlib.import_module(KERNELS + "cpu_math")
+    if not cpu_dot.HAS_PAIRS:
+        pytest.skip("this CPU does not multiply pairs of bfloat16")
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 96, generator=generator).bfloat16().float()
+    weight = torch.randint(-127, 128, (24, 96), generator=generator).to(torch.int8)
+    scales, y = torch.rand(24, generator=generator), torch.full((rows, 24), float("nan"))
+    room = torch.empty(rows * 96, dtype=torch.bfloat16)
+    addresses = [t.data_ptr() for t in (x, weight, scales, y)]
+    cpu_math.byte_product(*addresses, rows, 96, 0, 24, 24, room.data_ptr())
+    expected = (x.double() @ weight.double().T * scales).float()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
 @FORMS
