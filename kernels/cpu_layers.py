@@ -26,7 +26,7 @@ from numba import cfunc, njit, types
 from torch import Tensor
 
 from . import cpu_math as cm
-from .cpu_dot import BLOCK, LANES, MAX_ROWS, PAIRS
+from .cpu_dot import BLOCK, HAS_PAIRS, LANES, MAX_ROWS, PAIRS
 
 # the words of a call: sizes and addresses (0: none)
 NUM_WORDS = 27
@@ -37,6 +37,9 @@ NUM_WORDS = 27
 (NORM_1, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, NORM_2, GATE, UP, DOWN, KEYS,
  VALUES) = range(17)  # fmt: skip
 LAYER_WORDS = 17
+WORTH_OF_A_ROW = (
+    0.06 if HAS_PAIRS else 0.16
+)  # a row more costs .03 to .04 of a pass with pairs of bfloat16, else .1 to .15
 
 _barrier = types.ExternalFunction("GOMP_barrier", types.void())
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())

@@ -72,6 +72,12 @@ def cpu_attention(device: torch.device) -> Any:
     return importlib.import_module(f"{__package__}.cpu_attention") if implementation(device) == "cpu" else None
 
 
+def worth_of_a_row(device: torch.device) -> float:
+    """The chance that a draft needs for a row of the verify pass: about what a row costs, in passes (docs/LOG.md)."""
+    kernels = cpu_kernels(device)
+    return 0.06 if kernels is None else float(kernels.WORTH_OF_A_ROW)
+
+
 @functools.cache
 def _cpu_layers() -> Any:
     return importlib.import_module(f"{__package__}.cpu_layers")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.exits import ExitHead
 from selfspec.fused_draft import FusedDraft
+from selfspec.kernels import dispatch
 from selfspec.masks import tree_shape
 from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
 from selfspec.stats import DecodeStats
@@ -104,6 +105,8 @@ class ChainDrafter:
     ) -> None:
         self.target, self.exit_head = target, exit_head
         self.draft_len, self.min_confidence, self.draft_width = draft_len, min_confidence, draft_width
+        least = exit_head.config.min_branch
+        self.min_branch = dispatch.worth_of_a_row(target.device) if least is None else least
         self.is_broken = False  # the exit's logits were not finite: no more drafts
         self.pace = Pace(exit_head.config.min_accepted)
         self._fused: FusedDraft | None = None
@@ -129,7 +132,7 @@ class ChainDrafter:
             guess = self.guess(normed, state, tokens)
             if guess is None:
                 break
-            worth = self.exit_head.config.min_branch / reach if self.draft_width > 1 else 0.0
+            worth = self.min_branch / reach if self.draft_width > 1 else 0.0
             if tokens and guess.share < worth:  # known before the token is drawn, if it is drawn at all
                 break
             siblings += [(len(tokens), token) for token, share in guess.siblings if share >= worth]
@@ -168,8 +171,9 @@ class ChainDrafter:
             return None
         if self._fused is None:
             self._fused = FusedDraft(
-                self.target, self.exit_head, self.draft_len, self.min_confidence, self.draft_width, state.eos_ids
-            )
+                self.target, self.exit_head, self.draft_len, self.min_confidence, self.draft_width, self.min_branch,
+                state.eos_ids,
+            )  # fmt: skip
         found = self._fused.draft(state, num_drafts)
         if found is None:
             return None

@@ -51,7 +51,7 @@ class ExitConfig(BaseModel):
     draft_len: int = Field(default=2, ge=0)  # k, chosen from measured costs
     min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
     draft_width: int = Field(default=1, ge=1)  # candidates a step where a row more costs little: the draft is a tree
-    min_branch: float = Field(default=0.06, ge=0.0, le=1.0)  # chance below which none but the first is worth a row
+    min_branch: float | None = Field(default=None, ge=0.0, le=1.0)  # chance that is worth a row; None: by machine
     min_accepted: float = Field(default=0.05, ge=0.0)  # accepted drafts a cycle below which drafting pauses
 
     @field_validator("draft_vocab")

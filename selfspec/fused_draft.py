@@ -26,14 +26,14 @@ class FusedDraft:
 
     def __init__(
         self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float, draft_width: int,
-        eos_ids: Collection[int],
+        min_branch: float, eos_ids: Collection[int],
     ) -> None:  # fmt: skip
         self.target, self.exit_head, self.draft_width = target, exit_head, draft_width
         self.is_one_pass = exit_head.config.form == "parallel" or draft_len == 1
         self.is_recursive = exit_head.config.form == "recursive"
-        self._kernel = self._prepare(draft_len, min_confidence, eos_ids)
+        self._kernel = self._prepare(draft_len, min_confidence, min_branch, eos_ids)
 
-    def _prepare(self, draft_len: int, min_confidence: float, eos_ids: Collection[int]) -> Any:
+    def _prepare(self, draft_len: int, min_confidence: float, min_branch: float, eos_ids: Collection[int]) -> Any:
         """The kernel with the head's weights; None where something is not as it expects."""
         target, head, kernels = self.target, self.exit_head, dispatch.cpu_kernels(self.target.device)
         if kernels is None or not head.blocks:
@@ -63,7 +63,7 @@ class FusedDraft:
             confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
         return module.DraftCall(
-            parts, draft_len, kernels.num_threads(), min_confidence, self.draft_width, head.config.min_branch, eos_ids
+            parts, draft_len, kernels.num_threads(), min_confidence, self.draft_width, min_branch, eos_ids
         )
 
     def draft(self, state: "DecodeState", num_drafts: int) -> tuple[Draft, bool] | None:
