@@ -92,8 +92,8 @@ class DecodeState:
     def probs(self, logits: Tensor, draft: Draft) -> Tensor | RowProbs:
         """The target's distribution at every row, from ``logits`` [K + 1, V].
 
-        With processors of the user's a function instead, which runs them on accepted rows only, in order. Where nothing
-        but its argmax counts, the logits themselves.
+        A function, asked for accepted rows only, in order: the user's processors run on no others. Where nothing but the
+        argmax counts, the logits themselves.
         """
 
         def row_probs(row: int, path: list[int]) -> Tensor:
@@ -107,7 +107,7 @@ class DecodeState:
             return row_probs
         if self.sampling.is_greedy and self.rule == "coupled":
             return logits[None]
-        return logits_to_probs(logits, self.sampling)[None]
+        return lambda row, _: logits_to_probs(logits[row : row + 1], self.sampling)[0]  # few of a tree's are asked for
 
     def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
         """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""
@@ -220,11 +220,15 @@ def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
         depths.append(depths[parent] + 1)
     positions = [len(state.tokens) + depth for depth in depths]  # of the token that each row predicts
     ids = torch.arange(state.vocab_size, device=state.device)
+
+    def noise(row: int) -> Tensor:
+        stream = TARGET_STREAM if state.rule == "coupled" else RECOVER_STREAM
+        return uniform(state.seed, stream, positions[row : row + 1], ids)[0]
+
     if state.rule == "coupled":
-        return verify_coupled(probs, draft, uniform(state.seed, TARGET_STREAM, positions, ids)[None])
+        return verify_coupled(probs, draft, noise)
     accept = uniform(state.seed, ACCEPT_STREAM, positions[:1], torch.arange(draft.num_drafted, device=state.device))
-    recover = uniform(state.seed, RECOVER_STREAM, positions, ids)
-    return verify_rejection(probs, draft, accept, recover[None])
+    return verify_rejection(probs, draft, accept, noise)
 
 
 def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from selfspec.sampling import draw
 
 RowProbs = Callable[[int, list[int]], Tensor]  # (row, accepted rows before it) -> p [V]
+RowNoise = Callable[[int], Tensor]  # row -> uniform numbers [V]
 
 
 @dataclass(frozen=True)
@@ -49,34 +50,33 @@ class Verdict:
     next_token: Tensor  # [B], recovered if num_accepted < K, else bonus
 
 
-def verify_coupled(target_probs: Tensor | RowProbs, draft: Draft, noise: Tensor | None) -> Verdict:
+def verify_coupled(target_probs: Tensor | RowProbs, draft: Draft, noise: Tensor | RowNoise | None) -> Verdict:
     """Accept drafts that equal the token the target draws with ``noise``.
 
     target_probs [B, K + 1, V] is p at every row; for B = 1 also a function of (row, accepted rows before it), called
-    for the accepted rows alone, in order. noise [B, K + 1, V] is uniform and equal at rows of equal position; None
-    will do for one-hot p.
+    for the accepted rows alone, in order; so may the noise be, [B, K + 1, V], which is uniform and equal at rows of
+    equal position. None will do for one-hot p.
     """
     _check_rows(target_probs, draft)
     walks = [
-        _walk_coupled(_rows_of(target_probs, b), draft, b, None if noise is None else noise[b])
-        for b in range(draft.tokens.shape[0])
+        _walk_coupled(_rows_of(target_probs, b), draft, b, _noise_of(noise, b)) for b in range(draft.tokens.shape[0])
     ]
     return _gather(draft, walks)
 
 
 def verify_rejection(
-    target_probs: Tensor | RowProbs, draft: Draft, accept_noise: Tensor, recover_noise: Tensor
+    target_probs: Tensor | RowProbs, draft: Draft, accept_noise: Tensor, recover_noise: Tensor | RowNoise
 ) -> Verdict:
     """Accept draft j with probability min(1, p/q); what remains of p after rejections gives the next token.
 
     target_probs [B, K + 1, V], accept_noise [B, K] uniform, recover_noise [B, K + 1, V] uniform, independent of the
-    noise that drew the draft and of each other.
+    noise that drew the draft and of each other; the first and the last may be functions, as in `verify_coupled`.
     """
     _check_rows(target_probs, draft)
     return _gather(
         draft,
         [
-            _walk_rejection(_rows_of(target_probs, b), draft, b, accept_noise[b], recover_noise[b])
+            _walk_rejection(_rows_of(target_probs, b), draft, b, accept_noise[b], _noise_of(recover_noise, b))
             for b in range(draft.tokens.shape[0])
         ],
     )
@@ -91,14 +91,20 @@ def _rows_of(probs: Tensor | RowProbs, batch: int) -> RowProbs:
     return (lambda row, _: probs[batch, row]) if isinstance(probs, Tensor) else probs
 
 
+def _noise_of(noise: Tensor | RowNoise | None, batch: int) -> RowNoise:
+    if isinstance(noise, Tensor):
+        return lambda row: noise[batch, row]
+    return noise or (lambda _: None)  # type: ignore[return-value]
+
+
 def _children(draft: Draft, batch: int, row: int) -> list[int]:
     return [j + 1 for j, parent in enumerate(draft.parents[batch].tolist()) if parent == row]
 
 
-def _walk_coupled(probs: RowProbs, draft: Draft, batch: int, noise: Tensor | None) -> tuple[list[int], int]:
+def _walk_coupled(probs: RowProbs, draft: Draft, batch: int, noise: RowNoise) -> tuple[list[int], int]:
     row, path = 0, list[int]()
     while True:
-        token = int(draw(probs(row, path), None if noise is None else noise[row]))
+        token = int(draw(probs(row, path), noise(row)))
         agreeing = [c for c in _children(draft, batch, row) if int(draft.tokens[batch, c - 1]) == token]
         if not agreeing:
             return path, token
@@ -107,7 +113,7 @@ def _walk_coupled(probs: RowProbs, draft: Draft, batch: int, noise: Tensor | Non
 
 
 def _walk_rejection(
-    probs: RowProbs, draft: Draft, batch: int, accept_noise: Tensor, recover_noise: Tensor
+    probs: RowProbs, draft: Draft, batch: int, accept_noise: Tensor, recover_noise: RowNoise
 ) -> tuple[list[int], int]:
     row, path = 0, list[int]()
     while True:
@@ -121,7 +127,7 @@ def _walk_rejection(
             mass = residual.sum()
             p = residual / mass if mass > 0 else p  # no mass left: p and q agree up to rounding
         else:
-            return path, int(draw(p, recover_noise[row]))
+            return path, int(draw(p, recover_noise(row)))
         row = child
         path.append(row)
 
