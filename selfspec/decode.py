@@ -107,7 +107,7 @@ class DecodeState:
             return row_probs
         if self.sampling.is_greedy and self.rule == "coupled":
             return logits[None]
-        return lambda row, _: logits_to_probs(logits[row : row + 1], self.sampling)[0]  # few of a tree's are asked for
+        return lambda row, _: logits_to_probs(logits[row : row + 1], self.sampling)[0]  # few are asked for
 
     def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
         """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""

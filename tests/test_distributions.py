@@ -192,7 +192,7 @@ def test_chi_square_catches_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) ->
 class TableTarget:
     """A language of bigrams with a target's interface: states are token ids, logits a look-up."""
 
-    num_layers, vocab_size, hidden_size, dtype = 2, VOCAB, 1, torch.float32
+    num_layers, vocab_size, hidden_size, dtype, device = 2, VOCAB, 1, torch.float32, torch.device("cpu")
 
     def embed(self, tokens: Tensor, *_: object) -> Tensor:
         return tokens[..., None].float()
@@ -216,7 +216,7 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
     return SimpleNamespace(
         exit_layer=1,
         recall_layers=(),
-        config=SimpleNamespace(min_accepted=0.0),
+        config=SimpleNamespace(min_accepted=0.0, min_branch=None),
         token_at=lambda place: vocab[place],
         catch_up=lambda *_: None,
         states=lambda _target, _state, tap, steps: tap.expand(1, len(steps), 1),
