@@ -92,8 +92,8 @@ class DecodeState:
     def probs(self, logits: Tensor, draft: Draft) -> Tensor | RowProbs:
         """The target's distribution at every row, from ``logits`` [K + 1, V].
 
-        A function, asked for accepted rows only, in order: the user's processors run on no others. Where nothing but the
-        argmax counts, the logits themselves.
+        A function, asked for accepted rows only, in order: the user's processors run on no others. Where nothing but
+        the argmax counts, the logits themselves.
         """
 
         def row_probs(row: int, path: list[int]) -> Tensor:
