@@ -216,6 +216,8 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
     return SimpleNamespace(
         exit_layer=1,
         tap_layers=(1,),
+        blocks=[],
+        correction=None,
         recall_layers=(),
         config=SimpleNamespace(min_accepted=0.0, min_branch=None),
         token_at=lambda place: vocab[place],
