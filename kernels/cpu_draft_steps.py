@@ -34,11 +34,11 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-NUM_WORDS = 41
+NUM_WORDS = 43
 (TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS,
  TOKENS, LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES,
  CONFIDENCE, CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS, PACKED, PACKED_SIZE, END_IDS, NUM_END_IDS, WIDTH, LEAST,
- BRANCHES, NUM_BRANCHES, SEES, SCALES) = range(NUM_WORDS)  # fmt: skip
+ BRANCHES, NUM_BRANCHES, SEES, SCALES, NOISE, FACTOR) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -144,6 +144,14 @@ def _multiply(
 
 
 @njit
+def _add_noise(d: Any, logits: int, step: int, begin: int, end: int) -> None:
+    """What the target's own token of this position will be drawn with, where it is drawn."""
+    if d[NOISE]:
+        keys = cm.words(d[NOISE] + 16 * step)
+        cm.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], cm.floats(d[FACTOR])[0])
+
+
+@njit
 def _packed(d: Any, thread: int) -> int:
     """A thread's room for the inputs of a product."""
     return d[PACKED] + thread * d[PACKED_SIZE]
@@ -215,6 +223,7 @@ def _draw(d: Any, a: Any, step: int, thread: int) -> None:
     normed, scales = d[NORMED] + 4 * thread * size, d[SCALES]
     _multiply(d, normed, d[VOCAB], scales, d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide, thread)
     cm.settle(d[LOGITS], 0, 1, begin, end, 0, is_wide)
+    _add_noise(d, d[LOGITS], step, begin, end)
     wait(team)
     if thread == 0:
         best = _argmax(cm.floats(d[LOGITS]), num_vocab, cm.floats(d[TOPS]), step)
@@ -284,7 +293,8 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
             values, biases = cm.floats(logits), cm.floats(d[BIASES])
             for i in range(begin, end):
                 values[i] += biases[i]
-            wait(team)
+        _add_noise(d, logits, step, begin, end)
+        wait(team)
         place = _argmax(cm.floats(logits), num_vocab, cm.floats(d[TOPS]), step)  # by each thread: it is soon done
         if thread == 0:
             cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place

@@ -93,6 +93,48 @@ def exp(x: Any) -> Any:
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
+@njit(inline="always")
+def log(x: Any) -> Any:
+    """ln x for normal x > 0 in float32, near 1 as exact as elsewhere: of 2^e m with m on [sqrt .5, sqrt 2]."""
+    bits = np.float32(x).view(np.int32)
+    m = np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F800000)).view(np.float32)
+    is_large = m > np.float32(1.41421356)
+    f = (m * np.float32(0.5) if is_large else m) - np.float32(1)
+    e = np.float32((bits >> np.int32(23)) - np.int32(126 if is_large else 127))
+    p = np.float32(7.0376836292e-2)
+    p = p * f - np.float32(1.1514610310e-1)
+    p = p * f + np.float32(1.1676998740e-1)
+    p = p * f - np.float32(1.2420140846e-1)
+    p = p * f + np.float32(1.4249322787e-1)
+    p = p * f - np.float32(1.6668057665e-1)
+    p = p * f + np.float32(2.0000714765e-1)
+    p = p * f - np.float32(2.4999993993e-1)
+    p = p * f + np.float32(3.3333331174e-1)
+    z = f * f
+    rest = p * f * z - np.float32(2.12194440e-4) * e - np.float32(0.5) * z
+    return f + rest + np.float32(0.693359375) * e
+
+
+@njit(inline="always")
+def _mixed(bits: Any) -> Any:
+    """`noise_reference`'s rounds over a column number."""
+    bits = np.uint32((bits ^ (bits >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    bits = np.uint32((bits ^ (bits >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.uint32(bits ^ (bits >> np.uint32(16)))
+
+
+@njit(fastmath=FAST)
+def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, factor: float) -> None:
+    """logits = logits * factor + Gumbel noise of `noise_reference`'s numbers at columns ``ids`` (0: their places)."""
+    stay_apart()
+    values, columns, first, second = floats(logits), words(ids), np.uint32(low), np.uint32(high)
+    for i in range(begin, end):
+        column = np.uint32(columns[i]) if ids else np.uint32(i)
+        bits = _mixed(np.uint32(_mixed(np.uint32(column ^ first)) + second))
+        u = (np.float32(np.int32(bits >> np.uint32(9))) + np.float32(0.5)) * np.float32(2.0**-23)
+        values[i] = values[i] * factor - log(-log(u))
+
+
 @njit
 def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
     """The part [begin, end) of ``count`` outputs that a thread makes, in blocks of 8."""

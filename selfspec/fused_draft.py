@@ -1,4 +1,4 @@
-"""A whole greedy draft by one kernel on a CPU, not step by step; the drafter's own steps are the definition.
+"""A whole draft by one kernel on a CPU, not step by step; the drafter's own steps are the definition.
 
 Shapes: R rows, D hidden, n recalled layers, K drafted tokens.
 """
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.exits import ExitHead
-from selfspec.kernels import dispatch
+from selfspec.kernels import dispatch, noise_reference
+from selfspec.sampling import TARGET_STREAM
 from selfspec.target import Target
 from selfspec.verify import Draft
 
@@ -22,7 +23,7 @@ MAX_BACKLOG = 8  # rows that the block catches up on in one call; more of them, 
 
 
 class FusedDraft:
-    """Drafts greedily for one text, which ``eos_ids`` end; the other arguments as in `ChainDrafter`."""
+    """Drafts for one text, which ``eos_ids`` end; the other arguments as in `ChainDrafter`."""
 
     def __init__(
         self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float, draft_width: int,
@@ -69,7 +70,8 @@ class FusedDraft:
     def draft(self, state: "DecodeState", num_drafts: int) -> tuple[Draft, bool] | None:
         """At most ``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
 
-        None, and nothing done, where the kernel cannot be used.
+        Greedy, or drawn at the state's temperature with the noise of `coupled`; filters are not looked at. None, and
+        nothing done, where the kernel cannot be used.
         """
         target, head, cache, kernel = self.target, self.exit_head, state.cache, self._kernel
         rows = 1 + sum(taps.shape[1] for taps, _ in state.backlog)
@@ -90,7 +92,13 @@ class FusedDraft:
             call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
         position, seen = cache.lengths[0], cache.lengths[slots.start]
-        made = kernel(trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts)
+        noise, temperature = list[tuple[int, int]](), state.sampling.temperature or 1.0
+        if not state.sampling.is_greedy:  # the noise that verification will draw with
+            places = range(len(state.tokens), len(state.tokens) + num_drafts)
+            noise = [noise_reference.keys(state.seed, TARGET_STREAM, place) for place in places]
+        made = kernel(
+            trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts, noise, temperature
+        )
         is_sound = [math.isfinite(top) for top in made.tops]
         is_broken, count = not all(is_sound), len(made.tops)
         count = is_sound.index(False) if is_broken else count

@@ -11,7 +11,8 @@ from selfspec.drafter import ChainDrafter, ParallelDrafter, RecursiveDrafter
 from selfspec.exit_module import ExitConfig, build_adapter
 from selfspec.exits import ExitHead
 from selfspec.fused_draft import FusedDraft
-from selfspec.kernels import dispatch
+from selfspec.kernels import dispatch, noise_reference
+from selfspec.sampling import Sampling, uniform
 from selfspec.target import Target
 from selfspec.verify import Draft
 from tests.conftest import build_model, new_state, prompt_of
@@ -151,6 +152,37 @@ def test_the_same_siblings(draft_len, width, stop, config):
         assert [(t, n) for t, _, n in ours.seen] == [(t, n) for t, _, n in theirs.seen]
         assert all(torch.equal(a[1], b[1]) for a, b in zip(ours.seen, theirs.seen, strict=True))
     assert any(len(tokens) > draft_len for tokens, _, _ in plain.seen)
+
+
+@FORMS
+@pytest.mark.parametrize(("draft_len", "width", "temperature"), [(1, 1, 0.7), (3, 1, 1.3), (2, 3, 1.0)])
+def test_the_same_drafts_where_tokens_are_drawn(draft_len, width, temperature, config, monkeypatch):
+    """With the noise of the target's own draws: tokens, siblings, text, but for a tie that rounds otherwise."""
+    target, head = exit_of(**config)
+    calls, draft = [], FusedDraft.draft
+    monkeypatch.setattr(FusedDraft, "draft", lambda *args: calls.append(draft(*args)) or calls[-1])
+    settings = {"sampling": Sampling(temperature=temperature), "seed": 11, "width": width}
+    ours, state = run(Watched, target, head, draft_len, **settings)
+    assert len(calls) == len(ours.seen) > 0
+    assert None not in calls
+    theirs, expected = run(Stepwise, target, head, draft_len, **settings)
+    assert state.tokens == expected.tokens
+    same = [a[0] == b[0] for a, b in zip(ours.seen, theirs.seen, strict=False)]
+    assert sum(same) >= len(same) - 1
+    filtered = {**settings, "sampling": Sampling(temperature=temperature, top_k=5)}
+    calls.clear()
+    run(Watched, target, head, draft_len, **filtered)
+    assert not calls
+
+
+def test_noise_of_the_kernel_is_the_references():
+    cpu_math = importlib.import_module(KERNELS + "cpu_math")
+    ids = torch.arange(0, 40_000, 7)
+    low, high = noise_reference.keys(5, 0, 17)
+    made = torch.zeros(len(ids))
+    cpu_math.add_noise(made.data_ptr(), ids.data_ptr(), 0, len(ids), low, high, 1.0)
+    expected = -uniform(5, 0, [17], ids)[0].double().log().neg().log()
+    torch.testing.assert_close(made.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @FORMS
