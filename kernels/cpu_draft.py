@@ -101,7 +101,7 @@ class DraftCall:
         self._again = torch.empty(2 * size) if head.is_recursive and not head.is_one_pass else None
         self._tokens, self._tops = np.zeros(most + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
         self._trunks, self._branches = np.zeros(most + 1, dtype=np.int64), np.zeros(2 * most, dtype=np.int64)
-        self._noise, self._factor = np.zeros((draft_len, 2), dtype=np.int64), np.ones(1, dtype=np.float32)
+        self._noise, self._factor = np.zeros((draft_len, 2), dtype=np.int64), np.ones(4, dtype=np.float32)
         self._record_noise = (self._noise.ctypes.data, self._factor.ctypes.data)
         self._sees = np.zeros((most + 1, most + 1), dtype=np.uint8)
         self._end_ids = np.array(sorted(end_ids), dtype=np.int64)
@@ -143,11 +143,13 @@ class DraftCall:
 
     def __call__(
         self, trunks: Sequence[LayerCall], blocks: Sequence[LayerCall], token: int, position: int, seen: int,
-        last_position: int, num_drafts: int, noise: Sequence[tuple[int, int]] = (), temperature: float = 1.0,
+        last_position: int, num_drafts: int, noise: Sequence[tuple[int, int]] = (),
+        sampling: Sequence[float] = (1, 0, 1, 0),
     ) -> Drafted:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
-        ``noise`` are `noise_reference`'s keys of each draft's position, drawn with at ``temperature``; none is greedy.
+        ``noise`` are `noise_reference`'s keys of each draft's position, ``sampling`` the temperature, top-k (0: all),
+        top-p and min-p to draw with; no noise is greedy.
 
         A chain without siblings takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; a draft from one
         pass one block of M + K - 1 rows, others two, of M rows and of one.
@@ -157,10 +159,11 @@ class DraftCall:
         record[w.BLOCK_FIRST], record[w.BLOCK_NEXT] = blocks[0].address, blocks[-1].address
         record[w.NUM_DRAFTS], record[w.POSITION], record[w.SEEN] = num_drafts, position, seen
         record[w.LAST_POSITION], record[w.NUM_DRAWN], record[w.NUM_BRANCHES] = last_position, 0, 0
-        self._tokens[0], self._least[1], self._factor[0] = token, 1, 1 / temperature
+        self._tokens[0], self._least[1] = token, 1
         record[w.NOISE], record[w.FACTOR] = self._record_noise if noise else (0, 0)
         if noise:
             self._noise[: len(noise)] = noise
+            self._factor[:] = 1 / sampling[0], *sampling[1:]
         call(self._function, self._address, self.threads)
         count, branches = int(record[w.NUM_DRAWN]), int(record[w.NUM_BRANCHES])
         rows, siblings = 1 + count + branches, self._branches[: 2 * branches : 2].tolist()

@@ -144,11 +144,18 @@ def _multiply(
 
 
 @njit
-def _add_noise(d: Any, logits: int, step: int, begin: int, end: int) -> None:
-    """What the target's own token of this position will be drawn with, where it is drawn."""
+def _add_noise(d: Any, logits: int, step: int, begin: int, end: int, team: int) -> None:
+    """What the target's own token of this position will be drawn with, where it is drawn; then all wait."""
     if d[NOISE]:
-        keys = cm.words(d[NOISE] + 16 * step)
-        cm.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], cm.floats(d[FACTOR])[0])
+        keys, settings = cm.words(d[NOISE] + 16 * step), cm.floats(d[FACTOR])
+        filters, floor = cm.floats(d[FACTOR] + 4), np.float32(-np.inf)
+        if filters[0] or filters[1] < 1 or filters[2]:
+            wait(team)  # for all of the logits
+            count = d[NUM_VOCAB]
+            floor = cm.floor_of(logits, count, cm.largest(logits, count), settings[0], filters)
+            wait(team)  # before any of them changes
+        cm.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], settings[0], floor)
+    wait(team)
 
 
 @njit
@@ -223,8 +230,7 @@ def _draw(d: Any, a: Any, step: int, thread: int) -> None:
     normed, scales = d[NORMED] + 4 * thread * size, d[SCALES]
     _multiply(d, normed, d[VOCAB], scales, d[LOGITS], 1, size, num_vocab, begin, end, 0, is_wide, thread)
     cm.settle(d[LOGITS], 0, 1, begin, end, 0, is_wide)
-    _add_noise(d, d[LOGITS], step, begin, end)
-    wait(team)
+    _add_noise(d, d[LOGITS], step, begin, end, team)
     if thread == 0:
         best = _argmax(cm.floats(d[LOGITS]), num_vocab, cm.floats(d[TOPS]), step)
         cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[best] if d[VOCAB_IDS] else best
@@ -293,8 +299,7 @@ def _draw_rows(d: Any, a: Any, thread: int) -> None:
             values, biases = cm.floats(logits), cm.floats(d[BIASES])
             for i in range(begin, end):
                 values[i] += biases[i]
-        _add_noise(d, logits, step, begin, end)
-        wait(team)
+        _add_noise(d, logits, step, begin, end, team)
         place = _argmax(cm.floats(logits), num_vocab, cm.floats(d[TOPS]), step)  # by each thread: it is soon done
         if thread == 0:
             cm.words(d[TOKENS])[step + 1] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place

@@ -124,15 +124,50 @@ def _mixed(bits: Any) -> Any:
 
 
 @njit(fastmath=FAST)
-def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, factor: float) -> None:
-    """logits = logits * factor + Gumbel noise of `noise_reference`'s numbers at columns ``ids`` (0: their places)."""
+def _above(values: Any, count: int, floor: float, top: float, factor: float) -> tuple[int, Any]:
+    """How many of ``values`` are at least ``floor``, and sum e^(factor * (value - top)) over them."""
+    number, total = 0, np.float32(0)
+    for i in range(count):
+        is_in = values[i] >= floor
+        number += is_in
+        total += exp(factor * (values[i] - top)) if is_in else np.float32(0)
+    return number, total
+
+
+@njit
+def floor_of(logits: int, count: int, top: float, factor: float, filters: Any) -> Any:
+    """The smallest logit that top-k, top-p and min-p leave, ``filters`` in this order, to a 2^20th of their span."""
+    values, most, share, least = floats(logits), filters[0], filters[1], filters[2]
+    floor = np.float32(-np.inf)
+    for which in range(2):
+        if (most if which == 0 else share < 1) and top == top:
+            low, high = np.float32(top - np.float32(64) / factor), np.float32(top)  # e^-64 of the top's share
+            _, whole = _above(values, count, floor, top, factor)
+            for _ in range(20):
+                middle = np.float32(0.5) * (low + high)
+                number, total = _above(values, count, max(middle, floor), top, factor)
+                is_enough = number >= most if which == 0 else total >= share * whole
+                low, high = (middle, high) if is_enough else (low, middle)
+            floor = max(floor, low)
+    if least > 0:
+        floor = max(floor, np.float32(top + np.float32(math.log(least)) / factor))
+    return floor
+
+
+@njit(fastmath=FAST)
+def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, factor: float, floor: float) -> None:
+    """logits = logits * factor + Gumbel noise of `noise_reference`'s numbers at columns ``ids`` (0: their places).
+
+    Those below ``floor`` become the lowest of all.
+    """
     stay_apart()
     values, columns, first, second = floats(logits), words(ids), np.uint32(low), np.uint32(high)
     for i in range(begin, end):
         column = np.uint32(columns[i]) if ids else np.uint32(i)
         bits = _mixed(np.uint32(_mixed(np.uint32(column ^ first)) + second))
         u = (np.float32(np.int32(bits >> np.uint32(9))) + np.float32(0.5)) * np.float32(2.0**-23)
-        values[i] = values[i] * factor - log(-log(u))
+        noisy = values[i] * factor - log(-log(u))
+        values[i] = noisy if values[i] >= floor else np.float32(-3e38)
 
 
 @njit
@@ -364,8 +399,8 @@ def add_slot(y: int, weight: float, values: int, width: int, is_wide_cache: int)
 
 
 @njit
-def _largest(values: int, count: int) -> float:
-    """With NaN among them anything may come out: what is made with it is NaN all the same."""
+def largest(values: int, count: int) -> float:
+    """Of ``count`` values; with NaN among them anything may come out: what is made with it is NaN all the same."""
     v, whole = floats(values), count // LANES * LANES
     top = largest_of_block(values, whole) if whole else v[0]
     for t in range(whole, count):
@@ -386,7 +421,7 @@ def mass(logits: int, count: int, top: float) -> Any:
 def powers(scores: int, count: int, scale: float) -> Any:
     """scores = e^(scale * (scores - their largest)), in place; returns their sum: a softmax, but for a division."""
     s = floats(scores)
-    top, total = _largest(scores, count), np.float32(0)
+    top, total = largest(scores, count), np.float32(0)
     for t in range(count):
         s[t] = exp(scale * (s[t] - top))
         total += s[t]

@@ -16,7 +16,7 @@ from selfspec.exits import ExitHead
 from selfspec.fused_draft import FusedDraft
 from selfspec.kernels import dispatch
 from selfspec.masks import tree_shape
-from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, Sampling, argmax, draw, logits_to_probs, uniform
+from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
 from selfspec.stats import DecodeStats
 from selfspec.target import Target
 from selfspec.verify import Draft
@@ -166,10 +166,9 @@ class ChainDrafter:
             yield self.exit_head.states(self.target, state, taps[-1], range(step + 1, step + 2))
 
     def _in_one_call(self, state: "DecodeState", num_drafts: int) -> Draft | None:
-        """The same draft, by one kernel: where no filters are in the way and nobody looks at single steps."""
-        sampling = state.sampling
-        is_plain = sampling == Sampling(temperature=sampling.temperature) and len(state.tokens) >= state.min_length
-        if self.is_stepwise or not is_plain or not (sampling.is_greedy or state.rule == "coupled"):
+        """The same draft, by one kernel: where no penalties are in the way and nobody looks at single steps."""
+        is_plain = state.sampling.repetition_penalty == 1 and len(state.tokens) >= state.min_length
+        if self.is_stepwise or not is_plain or not (state.sampling.is_greedy or state.rule == "coupled"):
             return None
         if self._fused is None:
             self._fused = FusedDraft(

@@ -70,8 +70,8 @@ class FusedDraft:
     def draft(self, state: "DecodeState", num_drafts: int) -> tuple[Draft, bool] | None:
         """At most ``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
 
-        Greedy, or drawn at the state's temperature with the noise of `coupled`; filters are not looked at. None, and
-        nothing done, where the kernel cannot be used.
+        Greedy, or drawn with the noise of `coupled`; repetitions are not looked at. None, and nothing done, where the
+        kernel cannot be used.
         """
         target, head, cache, kernel = self.target, self.exit_head, state.cache, self._kernel
         rows = 1 + sum(taps.shape[1] for taps, _ in state.backlog)
@@ -92,13 +92,14 @@ class FusedDraft:
             call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
         position, seen = cache.lengths[0], cache.lengths[slots.start]
-        noise, temperature = list[tuple[int, int]](), state.sampling.temperature or 1.0
-        if not state.sampling.is_greedy:  # the noise that verification will draw with
+        noise, sampling = list[tuple[int, int]](), state.sampling
+        if not sampling.is_greedy:  # the noise that verification will draw with
             places = range(len(state.tokens), len(state.tokens) + num_drafts)
             noise = [noise_reference.keys(state.seed, TARGET_STREAM, place) for place in places]
         made = kernel(
-            trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts, noise, temperature
-        )
+            trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts, noise,
+            (sampling.temperature or 1.0, sampling.top_k, sampling.top_p, sampling.min_p),
+        )  # fmt: skip
         is_sound = [math.isfinite(top) for top in made.tops]
         is_broken, count = not all(is_sound), len(made.tops)
         count = is_sound.index(False) if is_broken else count

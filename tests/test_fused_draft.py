@@ -1,6 +1,7 @@
 """A draft made in one kernel call is the draft made step by step."""
 
 import importlib
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -155,13 +156,17 @@ def test_the_same_siblings(draft_len, width, stop, config):
 
 
 @FORMS
-@pytest.mark.parametrize(("draft_len", "width", "temperature"), [(1, 1, 0.7), (3, 1, 1.3), (2, 3, 1.0)])
-def test_the_same_drafts_where_tokens_are_drawn(draft_len, width, temperature, config, monkeypatch):
+@pytest.mark.parametrize(
+    ("draft_len", "width", "filters"),
+    [(1, 1, {}), (3, 1, {"temperature": 1.3}), (2, 3, {"top_k": 7}), (2, 2, {"top_p": 0.6}), (2, 3, {"min_p": 0.2}),
+     (1, 3, {"top_k": 30, "top_p": 0.8, "temperature": 1.5})],
+)  # fmt: skip
+def test_the_same_drafts_where_tokens_are_drawn(draft_len, width, filters, config, monkeypatch):
     """With the noise of the target's own draws: tokens, siblings, text, but for a tie that rounds otherwise."""
     target, head = exit_of(**config)
     calls, draft = [], FusedDraft.draft
     monkeypatch.setattr(FusedDraft, "draft", lambda *args: calls.append(draft(*args)) or calls[-1])
-    settings = {"sampling": Sampling(temperature=temperature), "seed": 11, "width": width}
+    settings = {"sampling": Sampling(**{"temperature": 0.9, **filters}), "seed": 11, "width": width}
     ours, state = run(Watched, target, head, draft_len, **settings)
     assert len(calls) == len(ours.seen) > 0
     assert None not in calls
@@ -169,9 +174,8 @@ def test_the_same_drafts_where_tokens_are_drawn(draft_len, width, temperature, c
     assert state.tokens == expected.tokens
     same = [a[0] == b[0] for a, b in zip(ours.seen, theirs.seen, strict=False)]
     assert sum(same) >= len(same) - 1
-    filtered = {**settings, "sampling": Sampling(temperature=temperature, top_k=5)}
     calls.clear()
-    run(Watched, target, head, draft_len, **filtered)
+    run(Watched, target, head, draft_len, **settings | {"sampling": Sampling(temperature=1.0, repetition_penalty=1.2)})
     assert not calls
 
 
@@ -180,7 +184,7 @@ def test_noise_of_the_kernel_is_the_references():
     ids = torch.arange(0, 40_000, 7)
     low, high = noise_reference.keys(5, 0, 17)
     made = torch.zeros(len(ids))
-    cpu_math.add_noise(made.data_ptr(), ids.data_ptr(), 0, len(ids), low, high, 1.0)
+    cpu_math.add_noise(made.data_ptr(), ids.data_ptr(), 0, len(ids), low, high, 1.0, -math.inf)
     expected = -uniform(5, 0, [17], ids)[0].double().log().neg().log()
     torch.testing.assert_close(made.double(), expected, rtol=2e-6, atol=2e-6)
 
