@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from . import cpu_math as cm
+from . import cpu_noise
 from .cpu_layers import (
     ANCESTORS,
     FIRST,
@@ -152,9 +153,9 @@ def _add_noise(d: Any, logits: int, step: int, begin: int, end: int, team: int) 
         if filters[0] or filters[1] < 1 or filters[2]:
             wait(team)  # for all of the logits
             count = d[NUM_VOCAB]
-            floor = cm.floor_of(logits, count, cm.largest(logits, count), settings[0], filters)
+            floor = cpu_noise.floor_of(logits, count, cm.largest(logits, count), settings[0], filters)
             wait(team)  # before any of them changes
-        cm.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], settings[0], floor)
+        cpu_noise.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], settings[0], floor)
     wait(team)
 
 

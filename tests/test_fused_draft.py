@@ -180,11 +180,11 @@ def test_the_same_drafts_where_tokens_are_drawn(draft_len, width, filters, confi
 
 
 def test_noise_of_the_kernel_is_the_references():
-    cpu_math = importlib.import_module(KERNELS + "cpu_math")
+    cpu_noise = importlib.import_module(KERNELS + "cpu_noise")
     ids = torch.arange(0, 40_000, 7)
     low, high = noise_reference.keys(5, 0, 17)
     made = torch.zeros(len(ids))
-    cpu_math.add_noise(made.data_ptr(), ids.data_ptr(), 0, len(ids), low, high, 1.0, -math.inf)
+    cpu_noise.add_noise(made.data_ptr(), ids.data_ptr(), 0, len(ids), low, high, 1.0, -math.inf)
     expected = -uniform(5, 0, [17], ids)[0].double().log().neg().log()
     torch.testing.assert_close(made.double(), expected, rtol=2e-6, atol=2e-6)
 
