@@ -33,7 +33,8 @@ def model_card(name: str, sidecar: dict[str, Any]) -> str:
         f"It drafts {FORMS[head['form']].format(n=head['exit_layer'])}: at most {head['draft_len']} tokens, "
         + (f"while all of them are likely to stand (at least {head['min_confidence']})." if head["min_confidence"]
            else "without a stop."), "",
-        *_table({k: v for k, v in head.items() if k != "draft_vocab"}), f"| drafted vocabulary | {_size(head)} |", "",
+        *_table({k: v for k, v in head.items() if k != "draft_vocab" and v is not None}),
+        f"| drafted vocabulary | {_size(head)} |", "",
         *_quality(sidecar["metrics"]), *_training(training),
     ]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"

@@ -119,7 +119,7 @@ def test_a_start_from_chance_knows_nothing_and_learns(tmp_path: Path) -> None:
 
 
 def test_a_trained_exit_is_trained_on(tmp_path: Path) -> None:
-    """It starts as good as the exit is and keeps its vocabulary; another shape is refused."""
+    """It starts as good as the exit is and keeps its vocabulary; it may grow, and a smaller shape is refused."""
     target, rows, saved = Target(build()), written_rows(build(), 60), tmp_path / "first" / "exit"
     runs = []
     for name, start in (("first", "borrowed"), ("second", str(saved))):
@@ -143,8 +143,14 @@ def test_a_trained_exit_is_trained_on(tmp_path: Path) -> None:
     assert second.exit_head.config.draft_vocab == first.exit_head.config.draft_vocab
     facts = json.loads((tmp_path / "second" / "metrics.json").read_text())["start"]
     assert facts["weights_sha256"] == load_exits(target, saved)["exit"].metadata["weights_sha256"]
-    with pytest.raises(ValueError, match="has num_steps 2, not 3"):
-        load_start(target, settings(tmp_path, start=str(saved), num_steps=3))
+    with pytest.raises(ValueError, match="has num_steps 2, not 1"):
+        load_start(target, settings(tmp_path, start=str(saved), num_steps=1))
+    (tmp_path / "grown").mkdir()
+    larger = {"form": "parallel", "num_steps": 3, "correction_rank": 4, "max_steps": 0}
+    config = settings(tmp_path / "grown", start=str(saved), **larger)
+    grown = train_on_rows(target, rows, config, tmp_path / "grown", VOCAB)
+    assert len(grown.metrics.agreement) == 3
+    assert grown.metrics.agreement[0] == pytest.approx(first.metrics.agreement[0], abs=0.02)  # what it had is as it was
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:
