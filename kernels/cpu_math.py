@@ -95,10 +95,11 @@ def exp(x: Any) -> Any:
 
 @njit
 def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
-    """The part [begin, end) of ``count`` outputs that a thread makes, in blocks of 8."""
-    blocks = (count + BLOCK - 1) // BLOCK
+    """The part [begin, end) of ``count`` outputs, 8 or more, that a thread makes, in blocks of 8."""
+    blocks = max(count // BLOCK, 1)
     begin, end = blocks * thread // num_threads, blocks * (thread + 1) // num_threads
-    return begin * BLOCK, min(end * BLOCK, count)
+    # what is left of an odd count goes with the block before it, some of whose outputs are made again
+    return begin * BLOCK, count if thread == num_threads - 1 else end * BLOCK
 
 
 def _dots_of(kind: int) -> Any:

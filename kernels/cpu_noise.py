@@ -87,4 +87,4 @@ def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, 
         bits = _mixed(np.uint32(_mixed(np.uint32(column ^ first)) + second))
         u = (np.float32(np.int32(bits >> np.uint32(9))) + np.float32(0.5)) * np.float32(2.0**-23)
         noisy = values[i] * factor - log(-log(u))
-        values[i] = noisy if values[i] >= floor else np.float32(-3e38)
+        values[i] = np.float32(-3e38) if values[i] < floor else noisy  # NaN stays

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from selfspec.model import EarlyExitModel
 
 DEFAULT_DRAFT_LEN = 2
+MOST_DRAFTS = 63  # of a pass, beside the last token
 
 
 def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) -> tuple[Drafter, int]:
@@ -28,6 +29,8 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
     if options.acceptance not in RULES:
         raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
     width = _draft_width(model.target, options, head, exact)
+    if options.draft_width is None:  # not asked for: it gives way
+        width = max(1, min(width, MOST_DRAFTS // max(draft_len, 1)))
     exact_width(draft_len * width)  # also refuses more rows than a verify pass takes
     if kind == "off" or draft_len == 0:
         return NoDrafter(), draft_len * width
@@ -48,7 +51,7 @@ def _draft_width(target: Target, options: DecodeOptions, head: ExitHead | None, 
     target.notice_changes()
     width, is_fused = options.draft_width, target.fused.is_in_use and not options.is_float8
     if width is None:
-        return 1 if head is None or not is_fused else head.config.draft_width
+        return 1 if head is None or not is_fused or options.cascade else head.config.draft_width
     if width < 1:
         raise ValueError(f"draft_width must be >= 1, got {width}")
     if width > 1 and exact and not is_fused:

@@ -43,7 +43,7 @@ class ExitHead:
     ) -> None:
         config.check(target.num_layers, target.vocab_size)
         self.name, self.config, self.adapter, self.metadata = name, config, adapter, metadata or {}
-        self._compressed: dict[tuple[int, int], Any] = {}
+        self._compressed: dict[int, tuple[Tensor, int, int, Any]] = {}
         ids = config.draft_vocab
         self.vocab_ids = None if ids is None else torch.tensor(ids, device=target.device)
         norm = target.norm
@@ -168,10 +168,11 @@ class ExitHead:
 
     def compressed(self, weight: Tensor, compress: Callable[[Tensor], Any]) -> Any:
         """What ``compress`` makes of one of its weights, kept until that is changed."""
-        key = (weight.data_ptr(), weight._version)
-        if key not in self._compressed:
-            self._compressed[key] = compress(weight.detach())
-        return self._compressed[key]
+        version = -1 if weight.is_inference() else weight._version
+        held = self._compressed.get(id(weight))
+        if held is None or held[0] is not weight or held[1:3] != (weight.data_ptr(), version):
+            held = self._compressed[id(weight)] = (weight, weight.data_ptr(), version, compress(weight.detach()))
+        return held[3]
 
     def token_ids(self, target: Target) -> Tensor:
         """Token id of every logit, [V_d]."""

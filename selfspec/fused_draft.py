@@ -86,12 +86,14 @@ class FusedDraft:
             return None
         is_chain, width = not self.is_one_pass and not self.is_recursive, self.draft_width
         most = 1 + num_drafts * width if width > 1 else 1 if is_chain else num_drafts
+        position, seen = cache.lengths[0], cache.lengths[slots.start]
+        if max(position + 1 + num_drafts * width, seen + rows + num_drafts - 1) > cache.capacity:
+            return None  # step by step, where there is room or a word about it
         trunks = [trunk.call(n + 1) for n in range(most)]
         blocks = [block.call(rows + num_drafts - 1)] if self.is_one_pass else [block.call(rows), block.call(1)]
         for call in (*trunks, *blocks):
             call.begin(dtype == torch.float32)
         self._fill(kernel.inputs(rows), state)
-        position, seen = cache.lengths[0], cache.lengths[slots.start]
         noise, sampling = list[tuple[int, int]](), state.sampling
         if not sampling.is_greedy:  # the noise that verification will draw with
             places = range(len(state.tokens), len(state.tokens) + num_drafts)

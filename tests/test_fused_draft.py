@@ -262,11 +262,12 @@ def test_a_draft_ends_behind_an_end_of_text(config):
 
 
 @FORMS
-def test_logits_that_are_not_finite_end_drafting_and_change_no_text(config):
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=9)])
+def test_logits_that_are_not_finite_end_drafting_and_change_no_text(config, sampling):
     target, head = exit_of(**config)
-    _, expected = run(Stepwise, target, head, 2)
+    _, expected = run(Stepwise, target, head, 2, sampling=sampling)
     head.head.output.weight[5, 3] = float("nan")
-    drafter, state = run(Watched, target, head, 2)
+    drafter, state = run(Watched, target, head, 2, sampling=sampling)
     assert drafter.is_broken
     assert state.stats.num_drafted == 0
     assert state.tokens == expected.tokens

@@ -126,6 +126,29 @@ def test_width_is_checked_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.prepare(ids, max_new_tokens=4, draft_width=2, exact=True)
 
 
+def test_a_width_that_nobody_asked_for_gives_way() -> None:
+    model = EarlyExitModel.from_target(build_model("llama", hidden_size=64, intermediate_size=112, head_dim=16), [2])
+    model.exits["layer-2"].config = model.exits["layer-2"].config.model_copy(update={"draft_width": 3})
+    ids = torch.tensor([prompt_of(9)])
+    for draft_len in (22, 40, 63):
+        assert model.stream(ids, max_new_tokens=4, draft_len=draft_len).settings["draft_len"] == draft_len
+    with pytest.raises(ValueError, match="at most 63"):
+        model.prepare(ids, max_new_tokens=4, draft_len=22, draft_width=3, exact=dispatch.implementation() == "cpu")
+
+
+def test_a_tree_that_finds_no_room_is_no_writing_elsewhere() -> None:
+    """A drafter of one's own on a state that was made for less: an error, before anything is overwritten."""
+    target = shallow_target_of("llama", hidden_size=64, intermediate_size=112, head_dim=16)
+    config = ExitConfig(exit_layer=2, form="parallel", num_steps=2, recall_layers=(4, 6), lora_rank=2, min_branch=0.0)
+    head = ExitHead(target, "new", config, build_adapter(target, config))
+    state = new_state(target, prompt_of(9), 20)
+    state.cache.capacity = 9 + 20 + 2
+    drafter = DRAFTERS["parallel"](target, head, 8, 0.0, 4)
+    drafter.pace.min_accepted = 0.0
+    with pytest.raises(ValueError, match="cache holds 31 slots"):
+        list(decode(target, drafter, state))
+
+
 @pytest.mark.parametrize("num_new", [1, 2, 3, 5])
 def test_siblings_at_the_end_of_the_budget_find_room(num_new: int) -> None:
     model = EarlyExitModel.from_target(build_model("llama", hidden_size=64, intermediate_size=112, head_dim=16), [2])

@@ -247,7 +247,8 @@ def load_start(target: Target, config: TrainConfig) -> ExitHead | None:
 
 def grown(had: ExitConfig, wanted: ExitConfig) -> set[str]:
     """In what an exit would be made larger, or made to draft otherwise; nothing where it would lose a part."""
-    loses = had.correction_rank > 0 and _differing(had, wanted, "correction", "correction_rank")
+    loses = had.correction_rank > 0 and bool(_differing(had, wanted, "correction", "correction_rank"))
+    loses = loses or (had.form == "recursive" and wanted.form != "recursive")  # the map that it feeds itself with
     if wanted.num_steps < had.num_steps or wanted.num_maps < had.num_maps or loses:
         return set()
     return set(_differing(had, wanted, "form", "num_steps", "correction", "correction_rank"))
