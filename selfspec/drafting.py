@@ -48,7 +48,6 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
 
 def _draft_width(target: Target, options: DecodeOptions, head: ExitHead | None, exact: bool) -> int:
     """Candidates a step: the exit's own number where the CPU's kernels run, for which it was chosen, else one."""
-    target.notice_changes()
     width, is_fused = options.draft_width, target.fused.is_in_use and not options.is_float8
     if width is None:
         return 1 if head is None or not is_fused or options.cascade else head.config.draft_width

@@ -243,6 +243,7 @@ class EarlyExitModel:
         exact = options.exact
         if exact is None:  # with float8 keys too: what rounds to another one of 256 numbers is no near-tie
             exact = options.is_float8 or is_exact_by_default(self.target.dtype)
+        self.target.notice_changes()
         drafter, num_drafts = drafter_for(self, options, exact)
         width = self._exact_width(num_drafts, options.is_float8) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)
@@ -321,7 +322,6 @@ class EarlyExitModel:
         Raises ValueError where this model's rows depend on their neighbours or on their index.
         """
         smallest = EXACT_WIDTHS.index(exact_width(draft_len))
-        self.target.notice_changes()
         # by construction, at any number of rows
         unpadded = [1] if self.target.fused.is_in_use and not is_float8 else []
         for width in (*unpadded, *EXACT_WIDTHS[smallest : smallest + 2]):
