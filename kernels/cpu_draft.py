@@ -65,9 +65,9 @@ class DraftHead:
 class Drafted:
     """What a call made."""
 
-    tokens: list[int]  # a chain of K, then the siblings
+    tokens: list[int]  # a chain of K, then the siblings, then what was looked up
     tops: list[float]  # the largest logit of each of the chain, NaN where one was
-    siblings: list[int]  # the row that each hangs on
+    parents: list[int]  # the row that each token hangs on
     taps: Tensor  # [1, 1 + tokens, D], which the next call overwrites
     num_steps: int  # of the block, one more than tokens where it stopped before drawing
 
@@ -77,12 +77,13 @@ class DraftCall:
 
     A draft ends before a token with which all drafts would stand with less than ``min_confidence``, and behind one of
     ``end_ids``. Beside each token stand at most ``draft_width`` - 1 siblings of a chance of ``min_branch`` or more,
-    which a second or later token of a tree must have, too.
+    which a second or later token of a tree must have, too. What was looked up joins drafts of less than ``most_looked``
+    tokens.
     """
 
     def __init__(
         self, head: DraftHead, draft_len: int, threads: int, min_confidence: float = 0.0, draft_width: int = 1,
-        min_branch: float = 0.0, end_ids: Sequence[int] = (),
+        min_branch: float = 0.0, end_ids: Sequence[int] = (), most_looked: int = 0,
     ) -> None:  # fmt: skip
         (num_vocab, size), num_inputs = head.vocabulary.weight.shape, head.maps[0][0].weight.shape[1]
         self.num_inputs, self.threads, self.draft_len = num_inputs, threads, draft_len
@@ -92,7 +93,7 @@ class DraftCall:
         maps = [(made.addresses, bias.data_ptr()) for made, bias in steps]
         self._maps = np.array([[weight, bias, scales] for (weight, scales), bias in maps], dtype=np.int64)
         rows = draft_len if head.is_one_pass else 1
-        most = draft_len * draft_width
+        most = max(draft_len * draft_width, most_looked)
         self._taps, self._logits = torch.empty(1, most + 1, size), torch.empty(rows, num_vocab)
         self._normed, self._inputs = torch.empty(threads, rows, size), torch.empty(0, num_inputs)
         self._room, self._biases = torch.empty(threads, max(rank, 1)), torch.empty(num_vocab if rank else 0)
@@ -103,7 +104,8 @@ class DraftCall:
         self._trunks, self._branches = np.zeros(most + 1, dtype=np.int64), np.zeros(2 * most, dtype=np.int64)
         self._noise, self._factor = np.zeros((draft_len, 2), dtype=np.int64), np.ones(4, dtype=np.float32)
         self._record_noise = (self._noise.ctypes.data, self._factor.ctypes.data)
-        self._sees = np.zeros((most + 1, most + 1), dtype=np.uint8)
+        self._sees, self._parents = np.zeros((most + 1, most + 1), np.uint8), np.zeros(most + 1, dtype=np.int64)
+        self._looked = np.zeros(max(most_looked, 1), dtype=np.int64)
         self._end_ids = np.array(sorted(end_ids), dtype=np.int64)
         self._least = np.array([min_branch, 1], dtype=np.float32)  # and the chance that the chain so far stands
         self._record = np.zeros(w.NUM_WORDS, dtype=np.int64)
@@ -116,12 +118,14 @@ class DraftCall:
         arrays: dict[int, np.ndarray] = {
             w.MAPS: self._maps, w.TOKENS: self._tokens, w.TOPS: self._tops, w.TRUNKS: self._trunks,
             w.END_IDS: self._end_ids, w.LEAST: self._least, w.BRANCHES: self._branches, w.SEES: self._sees,
+            w.PARENTS: self._parents, w.LOOKED: self._looked,
         }  # fmt: skip
         for word, array in arrays.items():
             self._record[word] = array.ctypes.data
         self._record[w.NUM_INPUTS], self._record[w.NUM_VOCAB], self._record[w.RANK] = num_inputs, num_vocab, rank
         self._record[w.VOCAB], self._record[w.SCALES] = head.vocabulary.addresses
         self._record[w.WIDTH], self._record[w.NUM_END_IDS] = draft_width, len(self._end_ids)
+        self._record[w.MOST] = most_looked
         if head.correction is not None:
             self._record[w.BEFORE], self._record[w.AFTER] = (table.data_ptr() for table in head.correction)
         if head.confidence is not None and min_confidence > 0:
@@ -144,14 +148,14 @@ class DraftCall:
     def __call__(
         self, trunks: Sequence[LayerCall], blocks: Sequence[LayerCall], token: int, position: int, seen: int,
         last_position: int, num_drafts: int, noise: Sequence[tuple[int, int]] = (),
-        sampling: Sequence[float] = (1, 0, 1, 0),
+        sampling: Sequence[float] = (1, 0, 1, 0), looked: Sequence[int] = (),
     ) -> Drafted:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
         ``noise`` are `noise_reference`'s keys of each draft's position, ``sampling`` the temperature, top-k (0: all),
-        top-p and min-p to draw with; no noise is greedy.
+        top-p and min-p to draw with; no noise is greedy. ``looked`` are tokens that may follow as well.
 
-        A chain without siblings takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; a draft from one
+        A chain with nothing beside it takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; one from one
         pass one block of M + K - 1 rows, others two, of M rows and of one.
         """
         record = self._record
@@ -160,12 +164,12 @@ class DraftCall:
         record[w.NUM_DRAFTS], record[w.POSITION], record[w.SEEN] = num_drafts, position, seen
         record[w.LAST_POSITION], record[w.NUM_DRAWN], record[w.NUM_BRANCHES] = last_position, 0, 0
         self._tokens[0], self._least[1] = token, 1
+        self._looked[: len(looked)], record[w.NUM_LOOKED] = looked, len(looked)
         record[w.NOISE], record[w.FACTOR] = self._record_noise if noise else (0, 0)
         if noise:
             self._noise[: len(noise)] = noise
             self._factor[:] = 1 / sampling[0], *sampling[1:]
         call(self._function, self._address, self.threads)
-        count, branches = int(record[w.NUM_DRAWN]), int(record[w.NUM_BRANCHES])
-        rows, siblings = 1 + count + branches, self._branches[: 2 * branches : 2].tolist()
-        tokens, tops = self._tokens[1:rows].tolist(), self._tops[:count].tolist()
-        return Drafted(tokens, tops, siblings, self._taps[:, :rows], int(record[w.NUM_STEPS]))
+        rows, tops = 1 + int(record[w.NUM_NODES]), self._tops[: int(record[w.NUM_DRAWN])].tolist()
+        tokens, parents = self._tokens[1:rows].tolist(), self._parents[1:rows].tolist()
+        return Drafted(tokens, tops, parents, self._taps[:, :rows], int(record[w.NUM_STEPS]))

@@ -35,11 +35,12 @@ from .cpu_layers import (
 )
 
 # the words of a call: prepared calls, addresses, sizes
-NUM_WORDS = 43
+NUM_WORDS = 48
 (TRUNKS, BLOCK_FIRST, BLOCK_NEXT, EMBEDDING, MAPS, NUM_INPUTS, NORM, VOCAB, NUM_VOCAB, VOCAB_IDS, INPUTS, TAPS,
  TOKENS, LOGITS, NORMED, NUM_DRAFTS, POSITION, SEEN, LAST_POSITION, TOPS, BEFORE, AFTER, RANK, ROOM, BIASES,
  CONFIDENCE, CHANCE, STOP, NUM_DRAWN, AGAIN, NUM_STEPS, PACKED, PACKED_SIZE, END_IDS, NUM_END_IDS, WIDTH, LEAST,
- BRANCHES, NUM_BRANCHES, SEES, SCALES, NOISE, FACTOR) = range(NUM_WORDS)  # fmt: skip
+ BRANCHES, NUM_BRANCHES, SEES, SCALES, NOISE, FACTOR, LOOKED, NUM_LOOKED, MOST, PARENTS,
+ NUM_NODES) = range(NUM_WORDS)  # fmt: skip
 
 
 @njit
@@ -94,23 +95,49 @@ def _branch(d: Any, logits: int, count: int, best: int, step: int) -> bool:
 
 
 @njit
+def _grow(d: Any) -> None:
+    """Lay out what is drafted behind the last token: the chain, its siblings, and what was looked up, if there is room.
+
+    What was looked up is a chain from the root on; as far as the tree has it, it stands once.
+    """
+    tokens, parents, found, looked = cm.words(d[TOKENS]), cm.words(d[PARENTS]), cm.words(d[BRANCHES]), d[LOOKED]
+    nodes = d[NUM_DRAWN]
+    for r in range(1, nodes + 1):
+        parents[r] = r - 1
+    for i in range(d[NUM_BRANCHES]):
+        nodes += 1
+        place = found[2 * i + 1]
+        tokens[nodes], parents[nodes] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place, found[2 * i]
+    row = 0
+    for i in range(d[NUM_LOOKED]):
+        token, twin = cm.words(looked)[i], 0
+        for r in range(1, nodes + 1):
+            if twin == 0 and parents[r] == row and tokens[r] == token:
+                twin = r
+        if twin == 0:
+            if nodes >= d[MOST]:
+                break
+            nodes += 1
+            tokens[nodes], parents[nodes], twin = token, row, nodes
+        row = twin
+    d[NUM_NODES] = nodes
+
+
+@njit
 def _run_tree(d: Any, thread: int) -> None:
-    """The first layers on the last token and all drafted ones, the chain and then its siblings; their taps are kept."""
-    count, branches = d[NUM_DRAWN], d[NUM_BRANCHES]
-    rows = 1 + count + branches
+    """The first layers on the last token and all drafted ones, as `_grow` laid them out; their taps are kept."""
+    rows = 1 + d[NUM_NODES]
     a = cm.words(cm.words(d[TRUNKS])[rows - 1])
     size = a[SIZE]
     if thread == 0:
         a[ANCESTORS] = d[SEES]
-        tokens, sees, found = cm.words(d[TOKENS]), cm.octets(d[SEES]), cm.words(d[BRANCHES])
+        tokens, sees, parents = cm.words(d[TOKENS]), cm.octets(d[SEES]), cm.words(d[PARENTS])
         for r in range(rows):
-            depth = r
-            if r > count:
-                depth = found[2 * (r - count - 1)] + 1
-                place = found[2 * (r - count - 1) + 1]
-                tokens[r] = cm.words(d[VOCAB_IDS])[place] if d[VOCAB_IDS] else place
+            depth = 0
             for c in range(rows):
-                sees[r * rows + c] = c == r or c < min(depth, count + 1)
+                above = r > 0 and sees[parents[r] * rows + c] == 1
+                sees[r * rows + c] = c == r or above
+                depth += above
             _widen(d[EMBEDDING], tokens[r] * size, a[HIDDEN] + 4 * r * size, size, a[IS_WIDE])
             cm.words(a[POSITIONS])[r] = min(d[POSITION] + depth, d[LAST_POSITION])
         a[FIRST] = d[POSITION]
@@ -321,7 +348,10 @@ def run_one_pass(address: int) -> None:
     _run_rows(d, a, thread)
     _draw_rows(d, a, thread)
     wait(a[NUM_THREADS])
-    if d[NUM_BRANCHES]:
+    if thread == 0:
+        _grow(d)
+    wait(a[NUM_THREADS])
+    if d[NUM_NODES] > d[NUM_DRAWN]:
         _run_tree(d, thread)
     elif d[NUM_DRAWN]:
         _run_trunk(d, cm.words(cm.words(d[TRUNKS])[d[NUM_DRAWN] - 1]), 1, thread)
@@ -346,8 +376,11 @@ def run_steps(address: int) -> None:
         if d[NUM_DRAWN] == step or _is_end(d, cm.words(d[TOKENS])[step + 1]):
             break
     wait(a[NUM_THREADS])
+    if thread == 0:
+        _grow(d)
+    wait(a[NUM_THREADS])
     count = d[NUM_DRAWN]
-    if d[NUM_BRANCHES]:
+    if d[NUM_NODES] > count:
         _run_tree(d, thread)
     elif d[AGAIN] == 0 and count == d[NUM_STEPS]:
         _run_trunk(d, a, count, thread)  # the last draft's tap, which buys the bonus token

@@ -32,6 +32,7 @@ from selfspec.cli_options import (
     Overrides,
     PromptArgument,
     PromptFile,
+    PromptLookup,
     Raw,
     Revision,
     Seed,
@@ -73,6 +74,7 @@ def generate(
     draft_len: DraftLen = None,
     min_confidence: MinConfidence = None,
     draft_width: DraftWidth = None,
+    prompt_lookup_num_tokens: PromptLookup = None,
     draft: Annotated[Draft | None, typer.Option(help="Form of drafting; off is ordinary decoding.")] = None,
     acceptance: AcceptanceRule = Acceptance.coupled,
     exact: Exact = None,
@@ -96,7 +98,7 @@ def generate(
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
             "draft_len": parse_draft_len(draft_len), "min_confidence": min_confidence, "draft_width": draft_width,
             "draft": draft and draft.value, "acceptance": acceptance.value, "exact": exact, "exit": exit_name,
-            "kv_cache_dtype": kv_cache_dtype, "cascade": cascade,
+            "kv_cache_dtype": kv_cache_dtype, "cascade": cascade, "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
         }  # fmt: skip
         ids = cli_generate.encode(loaded, text, raw, max_new_tokens, truncate)
         cli_generate.run(loaded, ids, request, compare, as_json, Console(highlight=False))

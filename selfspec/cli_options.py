@@ -18,6 +18,7 @@ class Draft(StrEnum):
     chain = "chain"
     recursive = "recursive"
     parallel = "parallel"
+    lookup = "lookup"
     off = "off"
 
 
@@ -70,6 +71,9 @@ MinConfidence = Annotated[
     float | None, typer.Option(help="Draft no further below this chance that all drafts stand; 0 is off.")
 ]
 DraftWidth = Annotated[int | None, typer.Option(help="Candidates a draft step; 1 drafts a chain, more a tree.")]
+PromptLookup = Annotated[
+    int | None, typer.Option(help="Fill drafts up to so many tokens with what followed in the text before; 0 is off.")
+]
 AcceptanceRule = Annotated[Acceptance, typer.Option(help="Acceptance rule when sampling.")]
 Exact = Annotated[
     bool | None, typer.Option("--exact/--no-exact", help="Bit-exact mode (L3); default: on in bf16 and fp16.")

@@ -15,6 +15,7 @@ from torch import Tensor
 from selfspec.exits import ExitHead
 from selfspec.fused_draft import FusedDraft
 from selfspec.kernels import dispatch
+from selfspec.lookup import Found, LookupDrafter, PromptLookup, chain, joined
 from selfspec.masks import tree_shape
 from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
 from selfspec.stats import DecodeStats
@@ -87,6 +88,10 @@ class Pace:
         self._pause = (self._pause + 1) % RETRY if self.mean < self.min_accepted else 0
         return self._pause == 0
 
+    def pass_over(self) -> None:
+        """The cycle at hand goes without the exit, whatever is drafted in it."""
+        self._seen = None
+
 
 class ChainDrafter:
     """Drafts a chain: layers [0, N) and the exit head for every token, each fed with the one before (Kangaroo's form).
@@ -95,16 +100,19 @@ class ChainDrafter:
     next one are accepted below which no further token is drawn (decided before the token is drawn, so that a drawn
     token is always judged). With a ``draft_width`` w > 1 up to w - 1 siblings stand beside each token, leaves of a tree
     whose trunk is the chain: those that the exit gives, with all before them, a chance worth a row of the verify pass
-    (as in EAGLE-2's trees, Li et al. 2024, cut to one level beside the chain), which a second token needs, too.
+    (as in EAGLE-2's trees, Li et al. 2024, cut to one level beside the chain), which a second token needs, too. What a
+    ``lookup`` finds joins the draft; where it is sure, and where drafting does not pay, it is the draft.
     """
 
     is_stepwise = False  # a subclass that looks at single steps says so
 
     def __init__(
-        self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0, draft_width: int = 1
-    ) -> None:
+        self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float = 0.0, draft_width: int = 1,
+        lookup: PromptLookup | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.exit_head = target, exit_head
         self.draft_len, self.min_confidence, self.draft_width = draft_len, min_confidence, draft_width
+        self.lookup = lookup
         least = exit_head.config.min_branch
         self.min_branch = dispatch.worth_of_a_row(target.device) if least is None else least
         self.is_broken = False  # the exit's logits were not finite: no more drafts
@@ -114,9 +122,15 @@ class ChainDrafter:
     def propose(self, state: "DecodeState") -> Draft:
         """Draft up to k tokens; the taps of all rows, the last draft's included, go with them."""
         num_drafts = min(self.draft_len, state.num_remaining - 1)
-        if num_drafts < 1 or self.is_broken or not self.pace.pays(state.stats):
+        if num_drafts < 1:
             return empty_draft(state.device)
-        whole = self._in_one_call(state, num_drafts)
+        found = Found() if self.lookup is None else self.lookup.find(state.tokens, state.eos_ids)
+        found = found.cut(state.num_remaining - 1)
+        if not self.pace.pays(state.stats) or found.is_sure or self.is_broken:
+            self.pace.pass_over()
+            return chain(found.tokens, state.device)
+        looked = self._beside(found, state)
+        whole = self._in_one_call(state, num_drafts, looked)
         if whole is not None:
             return whole
         tokens: list[int] = []
@@ -144,9 +158,11 @@ class ChainDrafter:
             if tokens[-1] in state.eos_ids:
                 break
         parents = [*range(len(tokens)), *(row for row, _ in siblings)]
-        num_taps = sum(tap.shape[1] for tap in taps)
-        if siblings:
-            tokens += [token for _, token in siblings]
+        num_taps, num_drawn = sum(tap.shape[1] for tap in taps), len(tokens)
+        tokens += [token for _, token in siblings]
+        if self.lookup is not None:
+            tokens, parents = joined(tokens, parents, looked, self.lookup.num_tokens)
+        if len(tokens) > num_drawn:
             taps = [self._run_tree(state, tokens, [0, *parents])]
         elif num_taps <= len(tokens):  # the last one buys the bonus token
             taps.append(self._run_trunk(state, tokens[num_taps - 1 :], num_taps))
@@ -165,7 +181,13 @@ class ChainDrafter:
             taps.append(self._run_trunk(state, tokens[-1:], step))
             yield self.exit_head.states(self.target, state, taps[-1], range(step + 1, step + 2))
 
-    def _in_one_call(self, state: "DecodeState", num_drafts: int) -> Draft | None:
+    def _beside(self, found: Found, state: "DecodeState") -> tuple[int, ...]:
+        """What of ``found`` may stand beside the exit's own tokens, in a tree."""
+        # drawn ones that are judged by their q stand alone
+        is_drawn = state.rule == "rejection" and not state.sampling.is_greedy
+        return () if self.lookup is None or is_drawn or not self.lookup.joins else found.tokens
+
+    def _in_one_call(self, state: "DecodeState", num_drafts: int, looked: Sequence[int]) -> Draft | None:
         """The same draft, by one kernel: where no penalties are in the way and nobody looks at single steps."""
         is_plain = state.sampling.repetition_penalty == 1 and len(state.tokens) >= state.min_length
         if self.is_stepwise or not is_plain or not (state.sampling.is_greedy or state.rule == "coupled"):
@@ -173,9 +195,9 @@ class ChainDrafter:
         if self._fused is None:
             self._fused = FusedDraft(
                 self.target, self.exit_head, self.draft_len, self.min_confidence, self.draft_width, self.min_branch,
-                state.eos_ids,
+                state.eos_ids, 0 if self.lookup is None else self.lookup.num_tokens,
             )  # fmt: skip
-        found = self._fused.draft(state, num_drafts)
+        found = self._fused.draft(state, num_drafts, looked)
         if found is None:
             return None
         draft, self.is_broken = found
@@ -287,10 +309,11 @@ def empty_draft(device: torch.device) -> Draft:
     return Draft(tokens=none, parents=none)
 
 
-# by name; each is built from (target, exit_head, draft_len, min_confidence, draft_width)
+# by name; each is built from (target, exit_head, draft_len, min_confidence, draft_width, lookup)
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "chain": ChainDrafter,
     "recursive": RecursiveDrafter,
     "parallel": ParallelDrafter,
+    "lookup": LookupDrafter,
     "off": NoDrafter,
 }

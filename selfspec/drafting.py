@@ -7,6 +7,7 @@ from selfspec.decode import RULES, exact_width
 from selfspec.drafter import DRAFTERS, Drafter, NoDrafter
 from selfspec.exit_module import FORMS
 from selfspec.exits import ExitHead
+from selfspec.lookup import MOST, LookupDrafter, PromptLookup
 from selfspec.policy import Policy
 from selfspec.settings import DecodeOptions
 from selfspec.target import Target
@@ -31,9 +32,13 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
     width = _draft_width(model.target, options, head, exact)
     if options.draft_width is None:  # not asked for: it gives way
         width = max(1, min(width, MOST_DRAFTS // max(draft_len, 1)))
-    exact_width(draft_len * width)  # also refuses more rows than a verify pass takes
+    lookup = _lookup(model.target, options, kind, head, exact)
+    num_drafts = max(draft_len * width, 0 if lookup is None else lookup.num_tokens)
+    exact_width(num_drafts)  # also refuses more rows than a verify pass takes
+    if kind == "lookup":
+        return LookupDrafter(lookup), num_drafts
     if kind == "off" or draft_len == 0:
-        return NoDrafter(), draft_len * width
+        return NoDrafter(), num_drafts
     if head is None:
         raise ValueError('no exits to draft from; pass exits=[layer, ...] at loading, or draft="off"')
     if kind in FORMS and kind != form:
@@ -42,8 +47,22 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
         raise ValueError(f"min_confidence must be in [0, 1], got {stop}")
     if options.cascade is not None:
         both = CascadeHead(_named(model, options.cascade), head)
-        return CascadeDrafter(model.target, both, draft_len, stop), draft_len * width
-    return DRAFTERS[kind](model.target, head, draft_len, stop, width), draft_len * width
+        return CascadeDrafter(model.target, both, draft_len, stop, lookup=lookup), num_drafts
+    return DRAFTERS[kind](model.target, head, draft_len, stop, width, lookup), num_drafts
+
+
+def _lookup(
+    target: Target, options: DecodeOptions, kind: str, head: ExitHead | None, exact: bool
+) -> PromptLookup | None:
+    """What looks drafts up in the text: as asked; else beside an exit where the CPU's kernels verify trees, exactly."""
+    num_tokens, is_fused = options.prompt_lookup_num_tokens, target.fused.is_in_use and not options.is_float8
+    if num_tokens is None:
+        is_wanted = kind == "lookup" or (is_fused and head is not None and not options.cascade)
+        num_tokens = MOST if is_wanted else 0
+    if num_tokens < 0 or (kind == "lookup" and num_tokens == 0):
+        least = 1 if kind == "lookup" else 0
+        raise ValueError(f"prompt_lookup_num_tokens must be >= {least}, got {num_tokens}")
+    return PromptLookup(num_tokens, is_fused or (not exact and options.cascade is None)) if num_tokens else None
 
 
 def _draft_width(target: Target, options: DecodeOptions, head: ExitHead | None, exact: bool) -> int:

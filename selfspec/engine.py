@@ -110,6 +110,8 @@ class Engine:
             return "settings that look at the text so far"
         if getattr(drafter, "draft_width", 1) > 1:
             return "a tree of drafts"
+        if getattr(drafter, "lookup", None) is not None:
+            return "tokens looked up in the text"
         if state.cache.width == 1:
             return "exact mode as the CPU's kernels have it"
         if self.target.device.type == "cuda" and self.target.device.index != torch.cuda.current_device():

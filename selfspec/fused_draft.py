@@ -4,7 +4,7 @@ Shapes: R rows, D hidden, n recalled layers, K drafted tokens.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,10 @@ class FusedDraft:
 
     def __init__(
         self, target: Target, exit_head: ExitHead, draft_len: int, min_confidence: float, draft_width: int,
-        min_branch: float, eos_ids: Collection[int],
+        min_branch: float, eos_ids: Collection[int], most_looked: int = 0,
     ) -> None:  # fmt: skip
         self.target, self.exit_head, self.draft_width = target, exit_head, draft_width
+        self.most_looked = most_looked  # tokens of a draft up to which looked-up ones join it
         self.is_one_pass = exit_head.config.form == "parallel" or draft_len == 1
         self.is_recursive = exit_head.config.form == "recursive"
         self._kernel = self._prepare(draft_len, min_confidence, min_branch, eos_ids)
@@ -64,14 +65,21 @@ class FusedDraft:
             confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
         return module.DraftCall(
-            parts, draft_len, kernels.num_threads(), min_confidence, self.draft_width, min_branch, eos_ids
+            parts,
+            draft_len,
+            kernels.num_threads(),
+            min_confidence,
+            self.draft_width,
+            min_branch,
+            eos_ids,
+            self.most_looked,
         )
 
-    def draft(self, state: "DecodeState", num_drafts: int) -> tuple[Draft, bool] | None:
+    def draft(self, state: "DecodeState", num_drafts: int, looked: Sequence[int] = ()) -> tuple[Draft, bool] | None:
         """At most ``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
 
-        Greedy, or drawn with the noise of `coupled`; repetitions are not looked at. None, and nothing done, where the
-        kernel cannot be used.
+        Greedy, or drawn with the noise of `coupled`; repetitions are not looked at. ``looked`` are tokens that may
+        follow as well, and join the draft. None, and nothing done, where the kernel cannot be used.
         """
         target, head, cache, kernel = self.target, self.exit_head, state.cache, self._kernel
         rows = 1 + sum(taps.shape[1] for taps, _ in state.backlog)
@@ -85,9 +93,11 @@ class FusedDraft:
         if trunk is None or block is None or trunk.call(1).threads != kernel.threads:
             return None
         is_chain, width = not self.is_one_pass and not self.is_recursive, self.draft_width
-        most = 1 + num_drafts * width if width > 1 else 1 if is_chain else num_drafts
+        most = 1 if is_chain else num_drafts  # rows of the trunk
+        if width > 1 or looked:
+            most = 1 + max(num_drafts * width, self.most_looked if looked else 0)
         position, seen = cache.lengths[0], cache.lengths[slots.start]
-        if max(position + 1 + num_drafts * width, seen + rows + num_drafts - 1) > cache.capacity:
+        if max(position + max(most, num_drafts + 1), seen + rows + num_drafts - 1) > cache.capacity:
             return None  # step by step, where there is room or a word about it
         trunks = [trunk.call(n + 1) for n in range(most)]
         blocks = [block.call(rows + num_drafts - 1)] if self.is_one_pass else [block.call(rows), block.call(1)]
@@ -100,13 +110,13 @@ class FusedDraft:
             noise = [noise_reference.keys(state.seed, TARGET_STREAM, place) for place in places]
         made = kernel(
             trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts, noise,
-            (sampling.temperature or 1.0, sampling.top_k, sampling.top_p, sampling.min_p),
+            (sampling.temperature or 1.0, sampling.top_k, sampling.top_p, sampling.min_p), looked,
         )  # fmt: skip
         is_sound = [math.isfinite(top) for top in made.tops]
         is_broken, count = not all(is_sound), len(made.tops)
         count = is_sound.index(False) if is_broken else count
         tokens = made.tokens[:count] if is_broken else made.tokens
-        parents = [*range(count), *(made.siblings if not is_broken else ())]
+        parents = made.parents[: len(tokens)]
         state.backlog = []
         cache.advance(shallow, len(tokens) + 1)
         num_steps = max(count, 1) if is_broken else made.num_steps

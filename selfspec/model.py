@@ -152,13 +152,15 @@ class EarlyExitModel:
 
         input_ids [B, S], padded on the left; sequences are decoded one after another, each as if it were alone.
         ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings, ...; a
-        temperature > 0 samples without do_sample) and: ``draft`` (the exit's form or "off"); ``exit`` (name) or
-        ``exit_layer``; ``cascade``, the name of an earlier exit that guesses ahead for it; ``draft_len``, the largest
-        number of drafts, or "auto" to time cycles on this machine once and choose; ``min_confidence``: no further token
-        is drawn where all drafts and it stand with a smaller chance; ``draft_width``, candidates a step, of which the
-        first goes on; ``exact``, bit-exact mode (default: on in bf16 and fp16); ``acceptance`` "coupled" or
-        "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``; ``kv_cache_dtype`` "float8": keys and
-        values in eight bits, and ``exact`` on by default. Raises ValueError for settings out of range,
+        temperature > 0 samples without do_sample) and: ``draft`` (the exit's form, "lookup" or "off"); ``exit`` (name)
+        or ``exit_layer``; ``cascade``, the name of an earlier exit that guesses ahead for it; ``draft_len``, the
+        largest number of drafts, or "auto" to time cycles on this machine once and choose; ``min_confidence``: no
+        further token is drawn where all drafts and it stand with a smaller chance; ``draft_width``, candidates a step,
+        of which the first goes on; ``prompt_lookup_num_tokens``, up to how many tokens a draft is filled up with what
+        followed in the text before (0: not at all); ``exact``, bit-exact mode (default: on in bf16 and fp16);
+        ``acceptance`` "coupled" or "rejection"; ``seed`` (row i of a batch has seed + i) or ``generator``;
+        ``kv_cache_dtype`` "float8": keys and values in eight bits, and ``exact`` on by default. Raises ValueError for
+        settings out of range,
         NotImplementedError for beams and several sequences a prompt, RuntimeError when another generation is running
         on this model, NonFiniteLogitsError when the target's logits are NaN or infinite, MemoryError where there is no
         room.
@@ -287,6 +289,7 @@ class EarlyExitModel:
         draft_len: int | str | None = None,
         min_confidence: float | None = None,
         draft_width: int | None = None,
+        prompt_lookup_num_tokens: int | None = None,
         exact: bool | None = None,
         acceptance: str = "coupled",
         seed: int | None = None,
@@ -306,6 +309,7 @@ class EarlyExitModel:
             draft_len,
             min_confidence,
             draft_width,
+            prompt_lookup_num_tokens,
             exact,
             acceptance,
             seed,

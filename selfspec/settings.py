@@ -48,7 +48,6 @@ REFUSED = {
     "penalty_alpha": "contrastive search is another decoding method",
     "dola_layers": "DoLa is another decoding method",
     "token_healing": "it rewrites the prompt",
-    "prompt_lookup_num_tokens": "use a drafter of this package",
     "use_mtp": "use a drafter of this package",
     "constraints": "constrained beam search keeps several sequences",
     "force_words_ids": "constrained beam search keeps several sequences",
@@ -66,6 +65,7 @@ class DecodeOptions:
     draft_len: int | str | None = None
     min_confidence: float | None = None
     draft_width: int | None = None
+    prompt_lookup_num_tokens: int | None = None
     exact: bool | None = None
     acceptance: str = "coupled"
     seed: int | None = None

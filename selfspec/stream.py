@@ -39,13 +39,14 @@ class Stream(Iterator[Emission]):
     def settings(self) -> dict[str, Any]:
         """What decides about speed and text, as it was resolved."""
         state, drafter = self._state, self._drafter
-        head = drafter.exit_head
+        head, lookup = drafter.exit_head, getattr(drafter, "lookup", None)
         return {
             "draft": next((n for n, kind in DRAFTERS.items() if type(drafter) is kind), type(drafter).__name__),
             "exit": None if head is None else head.name,
             "draft_len": getattr(drafter, "draft_len", 0),
             "min_confidence": getattr(drafter, "min_confidence", 0.0),
             "draft_width": getattr(drafter, "draft_width", 1),
+            "prompt_lookup_num_tokens": 0 if lookup is None else lookup.num_tokens,
             "exact": state.cache.width is not None,
             "acceptance": state.rule,
             "seed": state.seed,

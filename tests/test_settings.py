@@ -140,7 +140,7 @@ def test_max_length_counts_padding_as_transformers_does(model):
 @pytest.mark.parametrize(
     "settings",
     [{"guidance_scale": 3.0}, {"penalty_alpha": 0.6}, {"dola_layers": "high"}, {"token_healing": True},
-     {"prompt_lookup_num_tokens": 3}, {"num_beams": 4}],
+     {"num_beams": 4}],
     ids=lambda s: next(iter(s)),
 )  # fmt: skip
 def test_other_decoding_methods_are_refused_by_name(model, settings):
