@@ -19,7 +19,7 @@ from selfspec.verify import Draft
 if TYPE_CHECKING:
     from selfspec.decode import DecodeState
 
-MAX_BACKLOG = 8  # rows that the block catches up on in one call; more of them, as behind a prompt, go step by step
+MAX_BACKLOG = 16  # rows that the block catches up on in one call; more of them, as behind a prompt, go step by step
 
 
 class FusedDraft:
