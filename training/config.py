@@ -25,7 +25,9 @@ class DataConfig(BaseModel):
     max_prompt_tokens: int = Field(default=512, ge=1)  # longer prompts are left out
     jsonl: str | None = None  # jsonl or hub data set of rows that already have answers
     avoid: tuple[str, ...] = ()  # files or data sets of evaluation text: what shares a run of words is left out
-    max_row_tokens: int = Field(default=512, ge=2)
+    max_row_tokens: int = Field(default=512, ge=2)  # longer rows are left out
+    own_task_tokens: int = Field(default=0, ge=0)  # answer tokens to tasks made of the answers that the target wrote
+    own_task_prompt_tokens: int = Field(default=1024, ge=1)  # longer tasks are left out; their rows may be this long
 
 
 class LayerSkipConfig(BaseModel):
