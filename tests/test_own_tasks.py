@@ -35,6 +35,7 @@ WORDS = [
     "rush",
     "yew",
 ]
+BY_DEFAULT = "{{ '<s>system\nBe brief.</s>\n' }}"
 
 
 def row_of(tokenizer, answer, *said):
@@ -79,17 +80,18 @@ def test_tasks_are_made_of_answers_of_use_each_as_often_as_the_others(template) 
         assert len(used[kind]) == 12
 
 
-def test_the_question_is_the_last_one_of_a_conversation() -> None:
+@pytest.mark.parametrize("template", [CHATML, BY_DEFAULT + CHATML], ids=["bare", "system"])
+def test_the_question_is_the_last_one_of_a_conversation(template) -> None:
     """Whatever stood before it: another turn, a system message; and without a question there are other tasks."""
-    tokenizer = byte_tokenizer(CHATML)
+    tokenizer = byte_tokenizer(template)
     later = row_of(tokenizer, answer_of(1), "What of oaks?", "Much.", "What of ash?")
-    system = row_of(tokenizer, answer_of(2), "What of elms?")
+    system = row_of(byte_tokenizer(CHATML), answer_of(2), "What of elms?")
     before = tokenizer.encode("<s>system\nBe kind.</s>\n", add_special_tokens=False)
     system = Row(np.array([*before, *system.ids]), system.answer_start + len(before))
     texts = "".join(task.messages[0]["content"] for task in own_tasks([later, system], tokenizer, 40))
     assert "What of ash?" in texts
     assert "What of elms?" in texts
-    assert not any(text in texts for text in ("oaks", "Much.", "Be kind", "user", "assistant", "<s>"))
+    assert not any(text in texts for text in ("oaks", "Much.", "Be kind", "Be brief", "user", "assistant", "<s>"))
     unasked = Row(np.array([0, *tokenizer.encode(answer_of(1), add_special_tokens=False)]), 1)
     assert {task.category for task in own_tasks([unasked], tokenizer, 10)} == {"summary", "translation"}
     with pytest.raises(ValueError, match="no tasks to be made of 1 answers"):
@@ -160,9 +162,10 @@ def test_rows_of_tasks_go_on_where_they_stopped_and_leave_the_others_as_they_are
     assert [row.ids.tolist() for row in both] == [row.ids.tolist() for row in whole]
     assert sorted(row.ids.tolist() for row in both) == sorted(row.ids.tolist() for row in plain + parts)
     assert max(len(row.ids) for row in parts) > 512 >= max(len(row.ids) for row in plain)
-    assert {row.temperature for row in parts} == {0.0, float(np.float32(0.8))}
-    train, held = split(both, config_of(folder, tmp_path))
     own = {row.ids.tobytes() for row in parts}
+    assert {row.temperature for row in parts} == {0.0, float(np.float32(0.8))}
+    assert any(row.ids.tobytes() in own for row in both[: len(plain)])
+    train, held = split(both, config_of(folder, tmp_path))
     for side in (train, held):
         assert {row.ids.tobytes() in own for row in side} == {True, False}
     for wanted in (200, 900, 1200):  # whether or not there are enough already
