@@ -185,6 +185,8 @@ def train_on_rows(
     is_shared = config.fsdp and num_processes() > 1
     measures = config.draft_len is None and (is_main() or target.is_split)
     costs = measure_costs(target, exit_config) if measures else None
+    if costs is not None and config.draft_width is not None:
+        costs = replace(costs, min_branch=None)
     keeper = KeepBest(student, choosing, config, folder, save, costs, decode)
     keeper.begin()
     at_start = evaluate(student, judging, config)
@@ -210,10 +212,10 @@ def train_on_rows(
         metrics = replace(metrics, acceptance=further.acceptance, tau=further.tau)
     if costs is not None:
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
-        exit_config = exit_config.model_copy(
-            update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
-        )
-        speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence)
+        chosen = {"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
+        chosen |= {"draft_width": plan.draft_width} if config.draft_width is None else {}
+        exit_config = exit_config.model_copy(update=chosen)
+        speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence, plan.draft_width)
         metrics = replace(metrics, speedup=speedup)
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
         logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
