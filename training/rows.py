@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.storage import fingerprint
 from selfspec.target import Target
-from selfspec.training.config import TrainConfig
+from selfspec.training.config import DataConfig, TrainConfig
 from selfspec.training.data import Prompt, Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
 from selfspec.training.generate_data import content_hash, write_data
 from selfspec.training.kept_states import KeptStates
@@ -40,14 +40,10 @@ def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
         return rows
     sources = _first(written, data.num_tokens)  # however many more are written later
     tasks = own_tasks(sources, tokenizer, len(sources), read_manifest(shards)["settings"]["seed"])
-    own, sha256 = shards / OWN_TASKS, content_hash(tasks)
-    if _num_written(own) < data.own_task_tokens or read_manifest(own)["settings"]["prompts_sha256"] != sha256:
+    own = shards / OWN_TASKS
+    if _num_written(own) < data.own_task_tokens or _prompts_hash(own) != content_hash(tasks):  # others are refused
         longest = data.own_task_prompt_tokens
-        slots = data.batch_size * (data.max_prompt_tokens + data.max_new_tokens)  # a batch takes the memory of others
-        write(
-            own, data.own_task_tokens, tasks, batch_size=max(1, slots // (longest + data.max_new_tokens)),
-            max_prompt_tokens=longest,
-        )  # fmt: skip
+        write(own, data.own_task_tokens, tasks, batch_size=_batch_size_for(longest, data), max_prompt_tokens=longest)
     return interleave(rows, _first(load_shards(own), data.own_task_tokens))
 
 
@@ -106,6 +102,16 @@ def _shards(config: TrainConfig, folder: Path) -> Path:
 def _num_written(shards: Path) -> int:
     """Answer tokens that are there."""
     return int(read_manifest(shards)["num_answer_tokens"]) if (shards / "manifest.json").is_file() else 0
+
+
+def _prompts_hash(shards: Path) -> str | None:
+    return read_manifest(shards)["settings"]["prompts_sha256"]
+
+
+def _batch_size_for(max_prompt_tokens: int, data: DataConfig) -> int:
+    """Prompts that fill as many slots of a cache, hence as much memory, as a batch of the others."""
+    slots = data.batch_size * (data.max_prompt_tokens + data.max_new_tokens)
+    return max(1, slots // (max_prompt_tokens + data.max_new_tokens))
 
 
 def _first(rows: Sequence[Row], num_tokens: int) -> list[Row]:
