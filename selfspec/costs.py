@@ -134,8 +134,10 @@ def at_one_place(cycle: DeviceCycle) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def pass_costs(model: "EarlyExitModel", rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
-    """Milliseconds of a whole pass by number of rows, of a cycle without drafts, of a draft step and its parts.
+def pass_costs(
+    model: "EarlyExitModel", rounds: int, contexts: Sequence[int] = CONTEXTS, num_rows: Sequence[int] = NUM_ROWS
+) -> dict[str, Any]:
+    """Milliseconds of a whole pass over each of ``num_rows``, of a cycle without drafts, of a draft step and its parts.
 
     By context; ratios beside them: ``verify_5_over_1``, ``loop_overhead`` over a bare pass, the draft step over the
     sum of its parts run bare and over its share of the weights.
@@ -143,10 +145,10 @@ def pass_costs(model: "EarlyExitModel", rounds: int, contexts: Sequence[int] = C
     target, head = model.target, model.default_exit
     found = {}
     for context in contexts:
-        ids = random_prompt(target, context + 8)
+        ids = random_prompt(target, context + max(8, *num_rows))
         state = prefilled(target, ids[:, :context], 1 if head is None else max(1, len(head.blocks)))
         methods: dict[str, Callable[[], float]] = {
-            f"pass_{n}": partial(time_pass, target, state, ids[:, context : context + n]) for n in NUM_ROWS
+            f"pass_{n}": partial(time_pass, target, state, ids[:, context : context + n]) for n in num_rows
         }
         methods["loop_step"] = _loop_step(model, ids[0, :context].tolist(), rounds)
         if head is not None:

@@ -1,5 +1,6 @@
 """How far to draft, from costs and confidence; and the settings of a run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,16 @@ from selfspec.config import config_names
 from selfspec.target import Target
 from selfspec.training.confidence import fit_logistic
 from selfspec.training.config import load_train_config
+from selfspec.training.data import Row
 from selfspec.training.metrics import RowScores, calibration_error, walk_cycles
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import train_on_rows
 from selfspec.training.scores import score_rows
 from selfspec.training.states import collect
 from selfspec.training.student import Student
+from tests.conftest import autoregressive, prompt_of, shallow_target_of
 from tests.test_training import VOCAB, build, settings, written_rows
+from tests.test_trees import NUM_NEW, head_of, text_with
 
 
 def test_cycles_are_walked_as_decoding_goes() -> None:
@@ -65,6 +69,50 @@ def test_drafting_is_planned_from_costs_and_confidence() -> None:
     plan = choose([half], cheap)
     assert plan.min_confidence > 0.05
     assert plan.speedup > predict([half], cheap, plan.draft_len, 0.0)
+
+
+def test_siblings_are_walked_where_their_chance_is_worth_a_row() -> None:
+    """Always the second guess: it stands where it was drafted, which ends a cycle; without a chance it is not."""
+    second = RowScores([[False] * 9] * 2, [[0.9] * 9] * 2, [[[0.5, 0.3, 0.1]] * 9] * 2, [[1] * 9] * 2)
+    assert walk_cycles(second, 1, 0.0, 2, 0.2).num_drafted == [2] * 4 + [0]
+    assert walk_cycles(second, 1, 0.0, 2, 0.2).is_drafted == [True, False] * 4 + [False]
+    assert walk_cycles(second, 1, 0.0, 2, 0.35).num_drafted == [1] * 8 + [0]
+    assert walk_cycles(second, 2, 0.0, 3, 0.2).num_drafted[0] == 3  # .5 and .3, then .5 x .5
+    assert walk_cycles(second, 2, 0.0, 3, 0.3).num_drafted[0] == 2  # .5 x .5 is too little for a second token
+    third = RowScores(second.is_right, second.confidence, second.shares, [[2] * 9] * 2)
+    assert walk_cycles(third, 1, 0.0, 2, 0.0).num_cycles == 9
+    assert walk_cycles(third, 1, 0.0, 3, 0.0).num_cycles == 5
+
+
+@pytest.mark.parametrize("form", ["chain", "parallel"])
+def test_what_is_walked_is_what_decoding_does(form: str, tmp_path: Path) -> None:
+    """Cycles, and where what is drafted does not hang on what was drafted wrongly before, their rows, too."""
+    target = shallow_target_of("llama")
+    head = head_of(target, form)
+    student = Student(target, head.adapter, head.config)
+    text = autoregressive(target, prompt_of(9), NUM_NEW)
+    (row,) = collect(target, head.config, [Row(np.array(text), 10, 0.0)])  # the first new token is the prompt's
+    (scores,) = score_rows(student, [row], settings(tmp_path)).greedy_rows
+    for draft_len, width in ((1, 1), (1, 3), (2, 2), (2, 4)):
+        with torch.no_grad():
+            stats = text_with(target, head, draft_len, width).stats
+        walk = walk_cycles(scores, draft_len, 0.0, width, head.config.min_branch)
+        assert walk.num_cycles == stats.num_cycles
+        if form == "parallel":
+            assert sum(walk.num_drafted) == stats.num_drafted
+
+
+def test_siblings_are_planned_where_rows_are_cheap_enough() -> None:
+    """Two tokens of three are the second guess, and none is the third."""
+    shares = [[[0.5, 0.45, 0.3, 0.01]] * 30] * 2
+    third = RowScores([[True, False, False] * 10] * 2, [[0.5] * 30] * 2, shares, [[0, 1, 1] * 10] * 2)
+    rows = tuple(1 + 0.02 * i for i in range(9))
+    cheap = Costs(0.05, rows, min_branch=0.1)
+    assert choose([third], cheap).draft_width == 2
+    assert choose([third], cheap).speedup > choose([third], replace(cheap, min_branch=None)).speedup
+    assert choose([third], replace(cheap, min_branch=None)).draft_width == 1
+    assert choose([third], replace(cheap, rows=(1.0, 1.02, 2.0, 3.0, 4.0))).draft_width == 1
+    assert [cheap.draft_widths(k) for k in (1, 2, 3, 5)] == [[2, 3, 4], [2, 3, 4], [2], []]
 
 
 def test_confidence_is_calibrated_and_drafting_planned(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ class DataConfig(BaseModel):
     max_prompt_tokens: int = Field(default=512, ge=1)  # longer prompts are left out
     jsonl: str | None = None  # jsonl or hub data set of rows that already have answers
     avoid: tuple[str, ...] = ()  # files or data sets of evaluation text: what shares a run of words is left out
-    max_row_tokens: int = Field(default=512, ge=2)
+    max_row_tokens: int = Field(default=512, ge=2)  # longer rows are left out
+    own_task_tokens: int = Field(default=0, ge=0)  # answer tokens to tasks made of the answers that the target wrote
+    own_task_prompt_tokens: int = Field(default=1024, ge=1)  # longer tasks are left out; their rows may be this long
 
 
 class LayerSkipConfig(BaseModel):
@@ -64,7 +66,7 @@ class TrainConfig(BaseModel):
     draft_vocab_size: int | None = Field(default=8192, ge=1)  # None: the whole vocabulary
     draft_len: int | None = Field(default=None, ge=1)  # None: chosen with min_confidence from costs measured at the end
     min_confidence: float | None = Field(default=None, ge=0, le=1)
-    draft_width: int = Field(default=1, ge=1)  # candidates a draft step
+    draft_width: int | None = Field(default=None, ge=1)  # candidates a draft step; None: chosen with draft_len, or 1
     min_branch: float | None = Field(default=None, ge=0, le=1)  # chance that is worth a row; None: by machine
     num_blocks: int = Field(default=1, ge=0)  # of the target's last layers, borrowed; 0: a linear map alone
     has_mlp: bool = True  # of the blocks; false: attention alone
@@ -131,7 +133,7 @@ class TrainConfig(BaseModel):
             correction=self.correction, correction_rank=self.correction_rank, draft_vocab=draft_vocab,
             num_blocks=self.num_blocks, has_mlp=self.has_mlp,
             lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, draft_len=self.draft_len or 2,
-            min_confidence=self.min_confidence or 0.0, draft_width=self.draft_width, min_branch=self.min_branch,
+            min_confidence=self.min_confidence or 0.0, draft_width=self.draft_width or 1, min_branch=self.min_branch,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def write_data(
     tokenizer: PreTrainedTokenizerBase,
     out_dir: str | os.PathLike[str],
     num_tokens: int,
-    prompts: str | os.PathLike[str] | None = None,
+    prompts: str | os.PathLike[str] | list[Prompt] | None = None,
     temperatures: Sequence[float] = (0.0, 0.8),
     batch_size: int = 64,
     max_new_tokens: int = 160,
@@ -76,13 +76,13 @@ def write_data(
 ) -> dict[str, Any]:
     """Let the target write num_tokens answer tokens into out_dir; returns the manifest.
 
-    prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise a jsonl or a data set (see
-    read_prompts), in an order that keeps every category's share in any prefix; what is there twice, or shares a run of
-    words with the files ``avoid``, is left out. With ``max_turns`` the target also writes what a user says next, and
-    answers that. Rows of a batch take the temperatures in turn. A second call with the same settings continues where
-    the first stopped, and ends with the same rows as one whole call: noise depends on (seed, batch number) alone.
-    ``num_workers`` processes write batches side by side. ``kept`` keeps the target's states at ``depths`` as it writes,
-    so that training needs no pass of its own over the rows.
+    prompts None: user turns are sampled at T=.8 from the bare chat template. Otherwise prompts, a jsonl or a data set
+    of them (see read_prompts), in an order that keeps every category's share in any prefix; what is there twice, or
+    shares a run of words with the files ``avoid``, is left out. With ``max_turns`` the target also writes what a user
+    says next, and answers that. Rows of a batch take the temperatures in turn. A second call with the same settings
+    continues where the first stopped, and ends with the same rows as one whole call: noise depends on (seed, batch
+    number) alone. ``num_workers`` processes write batches side by side. ``kept`` keeps the target's states at
+    ``depths`` as it writes, so that training needs no pass of its own over the rows.
 
     Raises ValueError when out_dir holds data of other settings or the model writes only empty answers, BlockingIOError
     when another process writes there.
@@ -106,7 +106,8 @@ def write_data(
     longest = min(max_prompt_tokens, context - max_new_tokens)
     plan = None
     if prompts:
-        plan = _plan(_distinct(read_prompts(prompts), overlap, done), tokenizer, batch_size, longest, seed, done)
+        found = prompts if isinstance(prompts, list) else read_prompts(prompts)
+        plan = _plan(_distinct(found, overlap, done), tokenizer, batch_size, longest, seed, done)
     with locked(folder) if is_main() else contextlib.nullcontext(), _bar() as bar, contextlib.ExitStack() as stack:
         state = _resume(folder, settings) or _Progress(skipped=done)
         task = bar.add_task("generating", total=num_tokens, completed=state.num_answer_tokens, speed=0.0)
@@ -209,11 +210,14 @@ def _distinct(prompts: list[Prompt], avoid: Overlap | None, skipped: Counter[str
     return list(found.values())
 
 
-def content_hash(source: str | os.PathLike[str]) -> str:
-    """sha256 of a file, or of the records of a data set."""
-    if Path(source).is_file():
+def content_hash(source: str | os.PathLike[str] | list[Prompt]) -> str:
+    """sha256 of a file, of the records of a data set, or of prompts."""
+    if isinstance(source, list):
+        records = [asdict(prompt) for prompt in source]
+    elif Path(source).is_file():
         return hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    records = [record for _, record in read_records(source)]
+    else:
+        records = [record for _, record in read_records(source)]
     return hashlib.sha256(json.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -1,9 +1,10 @@
 """What an exit is worth on held-out text: numbers, and cycles of decoding walked on paper."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NUM_BINS = 10  # of confidence
+WIDEST = 4  # guesses a draft step that are looked at
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RowScores:
-    """An exit on one held-out row, every draft step at every answer position; lists [J][A]."""
+    """An exit on one held-out row, every draft step at every answer position; lists [J][A], or [J][A][W]."""
 
     is_right: list[list[bool]]  # exit argmax equals the target's
     confidence: list[list[float]]  # what the exit thinks its chance is
+    shares: list[list[list[float]]] = field(default_factory=list)  # of its first guesses, the likeliest first
+    ranks: list[list[int]] = field(default_factory=list)  # of the target's token among them; their number: it is none
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Walk:
     """Cycles of decoding held-out text, counted."""
 
     num_tokens: int
-    num_drafted: list[int]  # of each cycle
+    num_drafted: list[int]  # of each cycle, siblings included
     num_steps: list[int]  # draft steps of each cycle; one more than drafted where a step stopped before drawing
     tried: list[int]  # by step: cycles that reached it with all before it right
     accepted: list[int]  # by step
@@ -53,29 +56,48 @@ class Walk:
         return len(self.num_drafted)
 
 
-def walk_cycles(row: RowScores, draft_len: int, min_confidence: float = 0.0) -> Walk:
+def walk_cycles(
+    row: RowScores, draft_len: int, min_confidence: float = 0.0, draft_width: int = 1, min_branch: float = 0.0
+) -> Walk:
     """Decode one row as `ChainDrafter` would. Steps beyond those scored count as the last one scored."""
-    size, at = len(row.is_right[0]), 0
+    size, at, last = len(row.is_right[0]), 0, len(row.is_right) - 1
     drafted, steps, tried, accepted = list[int](), list[int](), [0] * draft_len, [0] * draft_len
     is_drafted = [False] * size
     while at < size:
-        most, survival, num = min(draft_len, size - 1 - at), 1.0, 0  # the last token needs no draft behind it
-        while num < most:
-            survival *= row.confidence[min(num, len(row.confidence) - 1)][at + num]
-            if survival < min_confidence:
-                break
-            num += 1
-        drafted.append(num)
+        most = min(draft_len, size - 1 - at)  # the last token needs no draft behind it
+        siblings = _siblings(row, at, most, min_confidence, draft_width, min_branch)
+        num = len(siblings)
+        drafted.append(num + sum(siblings))
         steps.append(num + (num < most))
         for step in range(num):
             tried[step] += 1
-            if not row.is_right[min(step, len(row.is_right) - 1)][at]:
+            is_right = row.is_right[min(step, last)][at]
+            if not is_right and (not siblings[step] or row.ranks[min(step, last)][at] > siblings[step]):
                 break
-            accepted[step] += 1
             is_drafted[at] = True
             at += 1
+            if not is_right:  # a sibling stands, behind which nothing was drafted
+                break
+            accepted[step] += 1
         at += 1
     return Walk(size, drafted, steps, tried, accepted, is_drafted)
+
+
+def _siblings(
+    row: RowScores, at: int, most: int, min_confidence: float, draft_width: int, min_branch: float
+) -> list[int]:
+    """How many siblings each token of a draft of at most ``most`` tokens from position ``at`` on has."""
+    last, survival, reach, found = len(row.is_right) - 1, 1.0, 1.0, list[int]()
+    for num in range(most):
+        survival *= row.confidence[min(num, last)][at + num]
+        if survival < min_confidence:
+            break
+        shares = row.shares[min(num, last)][at + num][:draft_width] if draft_width > 1 else [1.0]
+        if num and shares[0] * reach < min_branch and draft_width > 1:
+            break
+        found.append(sum(share * reach >= min_branch for share in shares[1:]))
+        reach *= shares[0]
+    return found
 
 
 def calibration_error(rows: Sequence[RowScores]) -> float:

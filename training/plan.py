@@ -1,4 +1,4 @@
-"""How far to draft: the largest number of drafts and the confidence stop, from measured costs and held-out text."""
+"""How far and how wide to draft: number of drafts, confidence stop and siblings, from costs and held-out text."""
 
 import copy
 from collections.abc import Sequence
@@ -7,17 +7,19 @@ from itertools import product
 
 import torch
 
-from selfspec.costs import NUM_ROWS, pass_costs
+from selfspec.costs import pass_costs
 from selfspec.decode import exact_width, is_exact_by_default
 from selfspec.exit_module import ExitConfig, build_adapter
 from selfspec.exits import ExitHead
+from selfspec.kernels import dispatch
 from selfspec.model import EarlyExitModel
 from selfspec.pretrained import resolve_dtype
 from selfspec.target import Target
-from selfspec.training.metrics import RowScores, walk_cycles
+from selfspec.training.metrics import WIDEST, RowScores, walk_cycles
 
 COST_CONTEXT, COST_ROUNDS = 256, 9  # tokens of context and repetitions with which passes are timed
 STOPS = tuple(i / 20 for i in range(13))  # 0, .05, ... .6
+NUM_ROWS = range(1, 10)  # of the passes that are timed
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Costs:
     is_padded: bool = False  # passes are padded to one width, as exact mode needs where rows are not exact as they come
     drafts: tuple[float, ...] = ()  # of whole drafts of 1, 2, ... tokens; none: it is a chain
     is_one_pass: bool = False  # a parallel draft makes all its steps, however many of them count
+    min_branch: float | None = None  # chance that a sibling needs; None: there are none
 
     def draft(self, draft_len: int, num_steps: int) -> float:
         """A draft of at most ``draft_len`` tokens that took ``num_steps`` steps."""
@@ -43,6 +46,11 @@ class Costs:
         """Lengths whose verify passes were timed."""
         return [k for k in range(1, len(self.rows)) if not self.is_padded or exact_width(k) <= len(self.rows)]
 
+    def draft_widths(self, draft_len: int) -> list[int]:
+        """Candidates a step, more than one, whose largest verify passes were timed."""
+        most = 0 if self.min_branch is None else min(WIDEST, (len(self.rows) - 1) // draft_len)
+        return list(range(2, most + 1))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -51,15 +59,18 @@ class Plan:
     draft_len: int
     min_confidence: float
     speedup: float
+    draft_width: int = 1
 
 
-def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confidence: float) -> float:
+def predict(
+    rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confidence: float, draft_width: int = 1
+) -> float:
     """Tokens over time of walking ``rows``, where ordinary decoding takes one unit a token.
 
     A cycle of n drafts costs its draft steps and one pass over n + 1 rows; a step that stops before it draws counts as
     a whole one.
     """
-    walks = [walk_cycles(row, draft_len, min_confidence) for row in rows]
+    walks = [walk_cycles(row, draft_len, min_confidence, draft_width, costs.min_branch or 0.0) for row in rows]
     time = sum(
         costs.draft(draft_len, steps) + costs.verify(draft_len, drafted)
         for walk in walks
@@ -69,9 +80,13 @@ def predict(rows: Sequence[RowScores], costs: Costs, draft_len: int, min_confide
 
 
 def choose(rows: Sequence[RowScores], costs: Costs) -> Plan:
-    """The fastest setting on ``rows``, among the lengths that were scored and timed; the simplest of equals."""
+    """The fastest setting on ``rows``, among the lengths that were scored and timed; the simplest of equals.
+
+    Where there are siblings, the chance that a row needs is the stop.
+    """
     lengths = [k for k in costs.draft_lens() if k <= len(rows[0].is_right)]  # later steps guess worse than scored ones
     plans = [Plan(k, stop, predict(rows, costs, k, stop)) for k, stop in product(lengths, STOPS)]
+    plans += [Plan(k, 0.0, predict(rows, costs, k, 0.0, w), w) for k in lengths for w in costs.draft_widths(k)]
     return max(plans, key=lambda plan: round(plan.speedup, 3))
 
 
@@ -85,10 +100,12 @@ def measure_costs(target: Target, exit_config: ExitConfig) -> Costs:
         target = Target(copy.deepcopy(target.base).to(dtype), check=False)
     head = ExitHead(target, "timed", exit_config, build_adapter(target, exit_config))
     context = min(COST_CONTEXT, getattr(target.config, "max_position_embeddings", COST_CONTEXT) // 2)
-    found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,))[str(context)]
+    found = pass_costs(EarlyExitModel(target, {"timed": head}), COST_ROUNDS, (context,), NUM_ROWS)[str(context)]
     rows = tuple(round(found[f"pass_{n}_ms"] / found["pass_1_ms"], 4) for n in NUM_ROWS)
     lengths = range(1, exit_config.num_steps + 1) if exit_config.form != "chain" else ()
+    worth = dispatch.worth_of_a_row(target.device) if exit_config.min_branch is None else exit_config.min_branch
     return Costs(
         round(found["draft_step_over_pass"], 4), rows, is_exact_by_default(target.dtype) and not target.fused.is_in_use,
         tuple(round(found[f"draft_{k}_ms"] / found["pass_1_ms"], 4) for k in lengths), exit_config.form == "parallel",
+        worth if target.fused.is_in_use else None,
     )  # fmt: skip

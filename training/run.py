@@ -20,23 +20,22 @@ from selfspec.exits import ExitHead
 from selfspec.files import LOCK_FILE, locked, write_atomically
 from selfspec.pretrained import load_target_model
 from selfspec.provenance import versions
-from selfspec.storage import fingerprint, load_exits, save_exit
+from selfspec.storage import load_exits, save_exit
 from selfspec.target import Target
 from selfspec.training.closed_form import start_from_chance, start_from_ridge
 from selfspec.training.confidence import fit_confidence
 from selfspec.training.config import TrainConfig
-from selfspec.training.data import Row, load_shards, num_rows_for, read_manifest, rows_from_jsonl
+from selfspec.training.data import Row, num_rows_for
 from selfspec.training.fresh_states import FreshStates
-from selfspec.training.generate_data import content_hash, write_data
 from selfspec.training.keep_best import KeepBest
-from selfspec.training.kept_states import KeptStates, collect_cached
+from selfspec.training.kept_states import collect_cached
 from selfspec.training.layerskip import train_copy
 from selfspec.training.metrics import Metrics, calibration_error
-from selfspec.training.overlap import Overlap
 from selfspec.training.plan import choose, measure_costs, predict
 from selfspec.training.ranks import is_main, join, main_first, num_processes
+from selfspec.training.rows import describe_data, kept_states, load_rows
 from selfspec.training.scores import evaluate, score_rows
-from selfspec.training.states import RowStates, choose_vocab, kept_depths
+from selfspec.training.states import RowStates, choose_vocab
 from selfspec.training.student import Student
 from selfspec.training.trainer import ExitTrainer
 from selfspec.training.workers import num_workers_for
@@ -186,6 +185,8 @@ def train_on_rows(
     is_shared = config.fsdp and num_processes() > 1
     measures = config.draft_len is None and (is_main() or target.is_split)
     costs = measure_costs(target, exit_config) if measures else None
+    if costs is not None and config.draft_width is not None:
+        costs = replace(costs, min_branch=None)
     keeper = KeepBest(student, choosing, config, folder, save, costs, decode)
     keeper.begin()
     at_start = evaluate(student, judging, config)
@@ -211,10 +212,10 @@ def train_on_rows(
         metrics = replace(metrics, acceptance=further.acceptance, tau=further.tau)
     if costs is not None:
         plan = choose(score_rows(student, choosing, config).greedy_rows, costs)
-        exit_config = exit_config.model_copy(
-            update={"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
-        )
-        speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence)
+        chosen = {"draft_len": plan.draft_len, "min_confidence": plan.min_confidence}
+        chosen |= {"draft_width": plan.draft_width} if config.draft_width is None else {}
+        exit_config = exit_config.model_copy(update=chosen)
+        speedup = predict(judged.greedy_rows, costs, plan.draft_len, plan.min_confidence, plan.draft_width)
         metrics = replace(metrics, speedup=speedup)
         summary["costs"] = {**asdict(costs), "threads": torch.get_num_threads()}
         logger.info("drafting: %s", {**asdict(plan), "held_out_speedup": round(speedup, 3)})
@@ -264,42 +265,6 @@ def build_head(target: Target, config: TrainConfig, exit_config: ExitConfig, ada
         trained, adapter = adapter, build_adapter(target, exit_config)
         adapter.load_state_dict(trained.state_dict())
     return ExitHead(target, config.exit, exit_config, adapter, {"training": {}, "metrics": {}})
-
-
-def kept_states(config: TrainConfig, target: Target, folder: Path) -> KeptStates:
-    """Where the run keeps the target's states."""
-    place = Path(config.states or folder / "states")
-    return KeptStates(place, fingerprint(target.base), config.state_dtype == "float8")
-
-
-def load_rows(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[Row]:
-    """The rows that the config asks for, written where they are not there yet, with the states that its exits need."""
-    data = config.data
-    if data.jsonl:
-        rows = rows_from_jsonl(data.jsonl, tokenizer, data.max_row_tokens, avoid=Overlap.of_files(data.avoid))
-    else:
-        shards = Path(data.folder) if data.folder else folder / "data"
-        held = read_manifest(shards)["num_answer_tokens"] if (shards / "manifest.json").is_file() else 0
-        if held < data.num_tokens:
-            heads = [run.exit_config(target.num_layers, None) for run in config.each_exit()]
-            write_data(
-                target.base, tokenizer, shards, data.num_tokens, data.prompts, data.temperatures, seed=config.seed,
-                num_workers=num_workers_for(target.base, config.workers),
-                kept=kept_states(config, target, folder) if config.keep_states and not config.layerskip else None,
-                batch_size=data.batch_size, max_new_tokens=data.max_new_tokens,
-                max_prompt_tokens=data.max_prompt_tokens, avoid=data.avoid, max_turns=data.max_turns,
-                depths=sorted({depth for head in heads for depth in kept_depths(target.num_layers, head)}),
-            )  # fmt: skip
-        rows = [row for row in load_shards(shards) if len(row.ids) <= data.max_row_tokens]
-    return rows[: num_rows_for([row.num_answer_tokens for row in rows], data.num_tokens)]
-
-
-def describe_data(config: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Where the rows came from, for the sidecar: hash of the jsonl, or the settings that generated the shards."""
-    if config.data.jsonl:
-        return {"jsonl_sha256": content_hash(config.data.jsonl)}
-    settings: dict[str, Any] = read_manifest(config.data.folder or folder / "data")["settings"]
-    return settings
 
 
 def split(rows: Sequence[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:

@@ -10,7 +10,7 @@ from selfspec.exit_module import active, unwrap
 from selfspec.passes import batches_of
 from selfspec.training.config import TrainConfig
 from selfspec.training.losses import cross_entropy, overlap
-from selfspec.training.metrics import Metrics, RowScores, walk_cycles
+from selfspec.training.metrics import WIDEST, Metrics, RowScores, walk_cycles
 from selfspec.training.states import RowStates, make_batch
 from selfspec.training.student import Student
 
@@ -53,11 +53,15 @@ def score_rows(
         rows = [states[i] for i in group]
         batch = make_batch(rows, student.target.device, torch.float32)
         probs = student.teacher.probs(batch)
-        right, chances = [], []
+        right, chances, shares, ranks = [], [], [], []
         for j, guesses in enumerate(student.each_step(batch, num_steps), start=1):
             logits = student.logits(guesses, batch)
             right.append(student.guess(logits) == batch.argmaxes)
             chances.append(confidence(guesses.normed)[:, 0].sigmoid())
+            first = logits.topk(min(WIDEST, logits.shape[-1]))  # [G, W]
+            shares.append((first.values - logits.logsumexp(-1, keepdim=True)).exp())
+            is_behind = student.ids_at(first.indices) != batch.argmaxes[:, None]
+            ranks.append(is_behind.cumprod(-1).sum(-1))
             hits[j - 1] += int(right[-1].sum())
             mass[j - 1] += float(overlap(logits, probs).sum())
             if j == 1:
@@ -66,7 +70,7 @@ def score_rows(
         begin = 0
         for row in rows:
             part = slice(begin, begin := begin + len(row.argmaxes))
-            found = RowScores([r[part].tolist() for r in right], [c[part].tolist() for c in chances])
+            found = RowScores(*([step[part].tolist() for step in kind] for kind in (right, chances, shares, ranks)))
             (sampled if row.temperature > 0 else greedy).append(found)
     agreement, accepted_mass = [h / max(count, 1) for h in hits], [m / max(count, 1) for m in mass]
     return Scores(loss / max(count, 1), agreement, accepted_mass, greedy or sampled)

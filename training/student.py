@@ -122,8 +122,11 @@ class Student(nn.Module):
 
     def guess(self, logits: Tensor) -> Tensor:
         """The exit's most probable token ids [G], from logits [G, V_d]."""
-        best = logits.argmax(-1)
-        return best if self.vocab_ids is None else self.vocab_ids[best]
+        return self.ids_at(logits.argmax(-1))
+
+    def ids_at(self, places: Tensor) -> Tensor:
+        """The token ids at ``places`` of the drafted vocabulary."""
+        return places if self.vocab_ids is None else self.vocab_ids[places]
 
     def trained_state(self) -> dict[str, Tensor]:
         """Copies of all weights that training changes, by name."""

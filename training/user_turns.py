@@ -1,4 +1,4 @@
-"""What a user says, written by the target: the first turn of a conversation, and what follows an answer.
+"""What a user says: the first turn of a conversation and what follows an answer, written by the target, or read.
 
 The target goes on with its own chat template where a user's text stands.
 """
@@ -49,12 +49,7 @@ def next_turns(
     """
     if not tokenizer.chat_template:
         return []
-    messages = [
-        {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": MARK},
-    ]  # fmt: skip
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    opening, closing = text.split(ANSWER)[1].split(MARK)
-    before, behind = (tokenizer.encode(part, add_special_tokens=False) for part in (opening, closing))
+    before, behind = (tokenizer.encode(part, add_special_tokens=False) for part in _around_next(tokenizer))
     eos = eos_ids(target.base)
     histories = [row.ids[:-1].tolist() + before for row in rows if row.ids[-1] in eos]  # the template has its own end
     longest = max_tokens - USER_TURN_TOKENS - len(behind)
@@ -66,6 +61,33 @@ def next_turns(
         if turn
     ]
     return [prompt for prompt in made if len(prompt) <= max_tokens]
+
+
+def last_turns(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """What the user says last in each of ``prompts``; nothing where that cannot be told.
+
+    Without a chat template it is the whole prompt.
+    """
+    if not tokenizer.chat_template:
+        return [text.strip() for text in tokenizer.batch_decode(prompts, skip_special_tokens=True)]
+    first = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False).split(MARK)[0]
+    opening, closing = _around_next(tokenizer)
+    turns = []
+    for text in tokenizer.batch_decode(prompts):
+        begins = opening if opening in text else first
+        is_found = begins in text and text.endswith(closing)
+        turns.append(text.rpartition(begins)[2].removesuffix(closing).strip() if is_found else "")
+    return turns
+
+
+def _around_next(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What the chat template puts between an answer and the next user turn, and between that and the answer to it."""
+    messages = [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": MARK},
+    ]  # fmt: skip
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    opening, closing = text.split(ANSWER)[1].split(MARK)
+    return opening, closing
 
 
 def _sample(
