@@ -9,7 +9,6 @@ from selfspec.exit_module import FORMS
 from selfspec.exits import ExitHead
 from selfspec.policy import Policy
 from selfspec.settings import DecodeOptions
-from selfspec.target import Target
 
 if TYPE_CHECKING:
     from selfspec.model import EarlyExitModel
@@ -28,7 +27,7 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
         raise ValueError(f"draft={kind!r}; choose one of {', '.join(DRAFTERS)}")
     if options.acceptance not in RULES:
         raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
-    width = _draft_width(model.target, options, head, exact)
+    width = _draft_width(model, options, head, exact)
     if options.draft_width is None:  # not asked for: it gives way
         width = max(1, min(width, MOST_DRAFTS // max(draft_len, 1)))
     exact_width(draft_len * width)  # also refuses more rows than a verify pass takes
@@ -46,11 +45,12 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
     return DRAFTERS[kind](model.target, head, draft_len, stop, width), draft_len * width
 
 
-def _draft_width(target: Target, options: DecodeOptions, head: ExitHead | None, exact: bool) -> int:
-    """Candidates a step: the exit's own number where the CPU's kernels run, for which it was chosen, else one."""
-    width, is_fused = options.draft_width, target.fused.is_in_use and not options.is_float8
+def _draft_width(model: "EarlyExitModel", options: DecodeOptions, head: ExitHead | None, exact: bool) -> int:
+    """Candidates a step: the exit's own number where rows are cheap, by the CPU's kernels or in the engine's cycles."""
+    width, is_fused = options.draft_width, model.target.fused.is_in_use and not options.is_float8
     if width is None:
-        return 1 if head is None or not is_fused or options.cascade else head.config.draft_width
+        has_siblings = is_fused or (model.engine.is_on and not exact)
+        return 1 if head is None or not has_siblings or options.cascade else head.config.draft_width
     if width < 1:
         raise ValueError(f"draft_width must be >= 1, got {width}")
     if width > 1 and exact and not is_fused:
