@@ -191,10 +191,11 @@ class KVCache:
             self.plans[key] = hold(tensors)
         held: Held = self.plans[key]
         numbers = torch.tensor([first, len(path) - 1, *path[1:]], device=held.table.device).expand(held.batch, -1)
-        ops.compact(
-            held.tensors, held.table, held.num_heads, held.num_bytes, held.alignment,
-            numbers[:, 2:], numbers[:, 1], numbers[:, 0],
-        )  # fmt: skip
+        move(held, numbers[:, 2:], numbers[:, 1], numbers[:, 0])
+
+    def hold(self, layers: range) -> Held:
+        """Keys and values of ``layers``, for `move`."""
+        return hold([t for layer in layers for t in (self._keys[layer], self._values[layer]) if t is not None])
 
     def spread(self, pads: Tensor) -> None:
         """Go on with as many sequences as there are ``pads`` [B], each beginning, behind its padding, with what the one
@@ -230,6 +231,11 @@ class KVCache:
         """Bytes allocated so far."""
         tensors = [t for t in (*self._keys, *self._values) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def move(held: Held, path: Tensor, num_accepted: Tensor, first: Tensor) -> None:
+    """`KVCache.compact` of what is ``held``, by numbers [B, K], [B] and [B] that the device alone may know."""
+    ops.compact(held.tensors, held.table, held.num_heads, held.num_bytes, held.alignment, path, num_accepted, first)
 
 
 def _spread(tensor: Tensor | None, pads: Tensor, length: int) -> Tensor | None:

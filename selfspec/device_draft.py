@@ -1,11 +1,14 @@
 """Drafts with nothing to ask the host: the three forms, on tensors of one shape whatever they say.
 
-They are the loop's (`drafter`), but for two things. A draft that confidence would have stopped is made all the same;
+They are the loop's (`drafter`), but for three things. A draft that confidence would have stopped is made all the same;
 `DeviceCycle` counts what was to be drawn. And as many rows as may wait for the exit's block always go along with its
 first step: the step's own rows stand behind those that do wait, and what lies behind them is overwritten before it is
 read.
 
-Shapes: B = 1, K drafted tokens, J draft steps of one pass, D hidden, V vocabulary, V_d drafted vocabulary.
+Siblings are all made, worth a row of the verify pass or not: their number is fixed, and rows cost a GPU little.
+
+Shapes: B = 1, K drafted tokens of the chain, each one of w candidates, R = K w + 1 rows of a pass, J draft steps of one
+pass, D hidden, V vocabulary, V_d drafted vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from selfspec.device_steps import Draws, Held, Kind, Passes
 from selfspec.exits import ExitHead
+from selfspec.masks import Tree
 from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM
 
 
@@ -23,10 +27,10 @@ from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM
 class DeviceDraft:
     """A whole draft and how sure the exit was of it."""
 
-    tokens: Tensor  # [1, K]
+    tokens: Tensor  # [1, K w]: the chain, then each one's siblings
     chances: Tensor  # [1, K], of being accepted, foreseen before the token was drawn; NaN where none could be
     probs: Tensor | None  # [1, K, V], q as drawn from, where the rule asks for it
-    taps: Tensor  # [1, K + 1, D], states at the exit layer
+    taps: Tensor  # [1, R, D], states at the exit layer
 
 
 class DeviceDrafter:
@@ -37,27 +41,33 @@ class DeviceDrafter:
         self.kind, self.passes, self.draws, self.held = kind, passes, draws, held
         self.head: ExitHead = kind.head
         self.target = passes.target
+        self.ids = self.head.token_ids(self.target)
+        behind = [parent - 1 for parent in kind.parents[1:]]  # what hangs on the last token is a root among the rest
+        self.rest = Tree.of(behind, self.target.device) if kind.is_tree else None
 
     def propose(self) -> DeviceDraft:
         """All tokens, and the taps of all rows."""
-        tokens, chances, probs = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, chances, scores = list[Tensor](), list[Tensor](), list[Tensor]()
         taps = [self.trunk(self.held.token, 0)]
         for normed in FORMS[self.head.config.form](self, tokens, taps):
-            token, chance, q = self.guess(normed, tokens)
+            token, chance, score = self.guess(normed, tokens)
             tokens.append(token)
             chances.append(chance)
-            probs.append(q)
+            scores.append(score)
+        if self.rest is not None:
+            tokens.append(self.siblings(torch.stack(scores)[None], torch.cat(tokens, dim=1)))
+            del taps[1:]  # siblings must not see a chain in the slots before them: its rows are made with theirs
         rest = torch.cat([self.held.token, *tokens][len(taps) :], dim=1)  # the last one buys the bonus token
         return DeviceDraft(
             tokens=torch.cat(tokens, dim=1),
             chances=torch.cat(chances, dim=1),
-            probs=self._widened(probs) if self.kind.rule == "rejection" else None,
-            taps=torch.cat([*taps, self.trunk(rest, len(taps))], dim=1),
+            probs=self._widened(scores) if self.kind.rule == "rejection" else None,
+            taps=torch.cat([*taps, self.trunk(rest, len(taps), self.rest)], dim=1),
         )
 
-    def trunk(self, tokens: Tensor, offset: int) -> Tensor:
+    def trunk(self, tokens: Tensor, offset: int, tree: Tree | None = None) -> Tensor:
         """States [1, R, D] at the exit layer of ``tokens`` [1, R], the first ``offset`` behind the last emitted one."""
-        return self.passes.run(range(self.head.exit_layer), self.target.embed(tokens), self.held.first + offset)
+        return self.passes.run(range(self.head.exit_layer), self.target.embed(tokens), self.held.first + offset, tree)
 
     def first_states(self, tap: Tensor, num_steps: int) -> Tensor:
         """What `ExitHead.states` gives of the first J draft steps of ``tap`` [1, 1, D]: [1, J, D]."""
@@ -94,6 +104,18 @@ class DeviceDrafter:
         token = self.draws.tokens(scores, (self.held.first + len(before) + 1)[None], stream, head.vocab_ids)
         chance = torch.where(torch.isfinite(logits.amax()), self._chance(normed), torch.nan)
         return token, chance, scores[0, 0]
+
+    def siblings(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """The next likeliest [1, K (w - 1)] beside each of ``tokens`` [1, K], which ``scores`` [1, K, V_d] gave.
+
+        Each is drawn as its token was, with the same noise, from what the ones before it leave.
+        """
+        positions = (self.held.first + 1 + torch.arange(self.kind.draft_len, device=scores.device))[None]
+        found, least = [tokens], -torch.inf if self.kind.sampling.is_greedy else 0.0
+        while len(found) < self.kind.draft_width:
+            scores = scores.masked_fill(self.ids == found[-1][..., None], least)
+            found.append(self.draws.tokens(scores, positions, TARGET_STREAM, self.head.vocab_ids))
+        return torch.stack(found[1:], dim=2).flatten(1)
 
     def _chance(self, normed: Tensor) -> Tensor:
         """What `ExitHead.chance` gives, [1, 1]."""

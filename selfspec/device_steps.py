@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from selfspec.cache import KVCache
+from selfspec.cache import KVCache, move
 from selfspec.exits import ExitHead
-from selfspec.kernels import ops
+from selfspec.kernels import compact_reference, ops
 from selfspec.layer_calls import Place
+from selfspec.masks import Tree
 from selfspec.sampling import Sampling, logits_to_probs
 from selfspec.target import Target, pad_rows
 
@@ -27,6 +28,22 @@ class Kind:
     min_confidence: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
     rule: str = "coupled"
+    draft_width: int = 1
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts have siblings."""
+        return self.draft_len > 0 and self.draft_width > 1
+
+    @property
+    def num_rows(self) -> int:
+        """Of a pass, R."""
+        return 1 + self.draft_len * self.draft_width
+
+    @property
+    def parents(self) -> list[int]:
+        """What each row hangs on: the last token, the chain behind it, and then the siblings of each of its drafts."""
+        return [0, *range(self.draft_len), *(row for row in range(self.draft_len) for _ in range(1, self.draft_width))]
 
     @property
     def num_seen(self) -> int:
@@ -77,35 +94,46 @@ class Passes:
 
     def __init__(self, target: Target, cache: KVCache) -> None:
         self.target, self.cache, self.calls = target, cache, target.calls_for(cache)
+        self._moved: compact_reference.Held | None = None
         self.calls.require_windows()
 
-    def run(self, layers: range, hidden: Tensor, first: Tensor) -> Tensor:
+    def run(self, layers: range, hidden: Tensor, first: Tensor, tree: Tree | None = None) -> Tensor:
         """`Target.run_layers` of rows ``hidden`` [1, R, D] from ``first`` [1] on; in exact mode as many as ever."""
         if not layers:
             return hidden
         num_rows = hidden.shape[1]
         padded = pad_rows(hidden, self.cache.width)
-        made = self.run_modules(self.target.layers[layers.start : layers.stop], layers, padded, first)
+        made = self.run_modules(self.target.layers[layers.start : layers.stop], layers, padded, first, tree)
         return made[:, :num_rows]
 
-    def run_modules(self, modules: Sequence[nn.Module], slots: range, hidden: Tensor, first: Tensor) -> Tensor:
+    def run_modules(
+        self, modules: Sequence[nn.Module], slots: range, hidden: Tensor, first: Tensor, tree: Tree | None = None
+    ) -> Tensor:
         """`Target.run_modules` likewise."""
         num_layers, width = self.target.num_layers, self.cache.width
         num_rows = hidden.shape[1]
         is_exact = width is not None and slots.start < num_layers
-        place = Place(first, num_rows, self.cache.capacity, width=width if is_exact else None)
+        place = Place(first, num_rows, self.cache.capacity, width=width if is_exact else None, tree=tree)
         by_layer = self.calls.at(place, self.target.device)
         self.cache.open_at(first + torch.arange(num_rows, device=first.device))
         return self.target.call_modules(modules, hidden, slots, by_layer, self.cache)
 
-    def finish(self, hidden: Tensor, start: int, first: Tensor, depths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, hidden: Tensor, start: int, first: Tensor, depths: Sequence[int], tree: Tree | None
+    ) -> tuple[Tensor, Tensor | None]:
         """`Target.finish` likewise: logits [1, R, V] in float32, and the states at ``depths`` side by side."""
         states = {start: hidden}
         for depth in sorted({*depths, self.target.num_layers}):
-            states[depth] = hidden = self.run(range(start, depth), hidden, first)
+            states[depth] = hidden = self.run(range(start, depth), hidden, first, tree)
             start = depth
         recalls = torch.cat([states[depth] for depth in depths], dim=-1) if depths else None
         return self.target.logits(hidden, self.cache), recalls
+
+    def compact(self, path: Tensor, num_accepted: Tensor, first: Tensor) -> None:
+        """`KVCache.compact` likewise, of the accepted rows ``path`` [1, K] behind the root."""
+        if self._moved is None:  # at a first call, when all layers have theirs; a graph knows its table by address
+            self._moved = self.cache.hold(range(self.target.num_layers))
+        move(self._moved, path, num_accepted, first)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from selfspec.exits import ExitHead
 from selfspec.lookup import MOST, LookupDrafter, PromptLookup
 from selfspec.policy import Policy
 from selfspec.settings import DecodeOptions
-from selfspec.target import Target
 
 if TYPE_CHECKING:
     from selfspec.model import EarlyExitModel
@@ -29,10 +28,10 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
         raise ValueError(f"draft={kind!r}; choose one of {', '.join(DRAFTERS)}")
     if options.acceptance not in RULES:
         raise ValueError(f"acceptance={options.acceptance!r}; choose one of {', '.join(RULES)}")
-    width = _draft_width(model.target, options, head, exact)
+    width = _draft_width(model, options, head, exact)
     if options.draft_width is None:  # not asked for: it gives way
         width = max(1, min(width, MOST_DRAFTS // max(draft_len, 1)))
-    lookup = _lookup(model.target, options, kind, head, exact)
+    lookup = _lookup(model, options, kind, head, exact)
     num_drafts = max(draft_len * width, 0 if lookup is None else lookup.num_tokens)
     exact_width(num_drafts)  # also refuses more rows than a verify pass takes
     if kind == "lookup":
@@ -52,24 +51,26 @@ def drafter_for(model: "EarlyExitModel", options: DecodeOptions, exact: bool) ->
 
 
 def _lookup(
-    target: Target, options: DecodeOptions, kind: str, head: ExitHead | None, exact: bool
+    model: "EarlyExitModel", options: DecodeOptions, kind: str, head: ExitHead | None, exact: bool
 ) -> PromptLookup | None:
     """What looks drafts up in the text: as asked; else beside an exit where the CPU's kernels verify trees, exactly."""
-    num_tokens, is_fused = options.prompt_lookup_num_tokens, target.fused.is_in_use and not options.is_float8
+    num_tokens, is_fused = options.prompt_lookup_num_tokens, model.target.fused.is_in_use and not options.is_float8
+    is_alone = options.cascade is not None or (exact and not is_fused)  # where there are chains alone
     if num_tokens is None:
-        is_wanted = kind == "lookup" or (is_fused and head is not None and not options.cascade)
+        is_wanted = kind == "lookup" or (is_fused and head is not None and not is_alone and not model.engine.is_on)
         num_tokens = MOST if is_wanted else 0
     if num_tokens < 0 or (kind == "lookup" and num_tokens == 0):
         least = 1 if kind == "lookup" else 0
         raise ValueError(f"prompt_lookup_num_tokens must be >= {least}, got {num_tokens}")
-    return PromptLookup(num_tokens, is_fused or (not exact and options.cascade is None)) if num_tokens else None
+    return PromptLookup(num_tokens, joins=not is_alone) if num_tokens else None
 
 
-def _draft_width(target: Target, options: DecodeOptions, head: ExitHead | None, exact: bool) -> int:
-    """Candidates a step: the exit's own number where the CPU's kernels run, for which it was chosen, else one."""
-    width, is_fused = options.draft_width, target.fused.is_in_use and not options.is_float8
+def _draft_width(model: "EarlyExitModel", options: DecodeOptions, head: ExitHead | None, exact: bool) -> int:
+    """Candidates a step: the exit's own number where rows are cheap, by the CPU's kernels or in the engine's cycles."""
+    width, is_fused = options.draft_width, model.target.fused.is_in_use and not options.is_float8
     if width is None:
-        return 1 if head is None or not is_fused or options.cascade else head.config.draft_width
+        has_siblings = is_fused or (model.engine.is_on and not exact)
+        return 1 if head is None or not has_siblings or options.cascade else head.config.draft_width
     if width < 1:
         raise ValueError(f"draft_width must be >= 1, got {width}")
     if width > 1 and exact and not is_fused:

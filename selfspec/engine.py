@@ -94,9 +94,14 @@ class Engine:
             logger.warning("cycles run as plain calls, slower: %s", reason)
         return None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any text is decoded here."""
+        return (self.mode or mode_for(self.target.device)) != "off"
+
     def takes(self, drafter: Drafter, state: DecodeState) -> bool:
         """Whether a text would be decoded here."""
-        return (self.mode or mode_for(self.target.device)) != "off" and self.problem(drafter, state) is None
+        return self.is_on and self.problem(drafter, state) is None
 
     def problem(self, drafter: Drafter, state: DecodeState) -> str | None:
         """What of a text is not for the engine, None where all of it is."""
@@ -108,10 +113,10 @@ class Engine:
             return f"{type(state).__name__}, which looks into the cycle"
         if state.processors or state.sampling.repetition_penalty != 1 or len(state.tokens) + 1 < state.min_length:
             return "settings that look at the text so far"
-        if getattr(drafter, "draft_width", 1) > 1:
-            return "a tree of drafts"
         if getattr(drafter, "lookup", None) is not None:
             return "tokens looked up in the text"
+        if getattr(drafter, "draft_width", 1) > 1 and state.cache.width is not None:
+            return "a tree of drafts in exact mode"  # its rows lie elsewhere than a chain's, so their sums differ
         if state.cache.width == 1:
             return "exact mode as the CPU's kernels have it"
         if self.target.device.type == "cuda" and self.target.device.index != torch.cuda.current_device():
@@ -125,14 +130,16 @@ class Engine:
         return None
 
     def _key(self, drafter: Drafter, state: DecodeState, is_captured: bool) -> Key:
-        draft_len, stop, width = 0, 0.0, state.cache.width
-        if isinstance(drafter, ChainDrafter):
-            draft_len, stop = drafter.draft_len, drafter.min_confidence
         rule = "coupled" if state.sampling.is_greedy else state.rule  # which is then the same
-        kind = Kind(drafter.exit_head, draft_len, stop, state.sampling, rule)
+        kind, width = Kind(drafter.exit_head, 0, sampling=state.sampling, rule=rule), state.cache.width
+        if isinstance(drafter, ChainDrafter):
+            branches = drafter.draft_width if rule == "coupled" else 1  # siblings would be judged by a q each
+            kind = replace(
+                kind, draft_len=drafter.draft_len, min_confidence=drafter.min_confidence, draft_width=branches
+            )
         # the cycle launched too many begins up to draft_len behind the end, and its last step has a pass's rows again;
         # in exact mode by the width, which a text without drafts has too: the same room, hence the same bits
-        needed = state.max_length + 3 * (width or draft_len + 1) + 1  # and a slot to spare
+        needed = state.max_length + 3 * (width or kind.num_rows) + 1  # and a slot to spare
         capacity = max(SMALLEST_TIER, 1 << (needed - 1).bit_length())
         is_float8, is_inference = state.cache.is_float8, torch.is_inference_mode_enabled()
         return Key(kind, width, capacity, is_captured, is_float8, is_inference)

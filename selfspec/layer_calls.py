@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from selfspec.kernels import dispatch
 from selfspec.kernels.row_view import RowView
-from selfspec.masks import MaskRule, padded_row_mask, row_mask, row_view, sliding_window, tree_shape
+from selfspec.masks import MaskRule, Tree, padded_row_mask, row_mask, row_view, sliding_window, tree_shape
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _CACHE = object()  # placeholder for the cache in a recorded call
@@ -43,9 +43,9 @@ class Recorder(nn.Module):
 class Place:
     """Where the rows of a pass stand: in slots first, first + 1, ..., looking at slots [0, read_end).
 
-    ``first`` may be a tensor [1] on the device, which a captured pass reads anew whenever it is replayed: of one chain.
-    ``parents`` gives the rows of a draft tree (None: a chain), ``pads`` [B] the slots before each sequence's start,
-    ``width`` the number of rows of exact mode.
+    ``first`` may be a tensor [1] on the device, which a captured pass reads anew whenever it is replayed: of a chain or
+    of a ``tree``, on the device as well. Otherwise ``parents`` gives the rows of a draft tree (None: a chain).
+    ``pads`` [B] are the slots before each sequence's start, ``width`` is the number of rows of exact mode.
     """
 
     first: int | Tensor
@@ -54,6 +54,7 @@ class Place:
     parents: tuple[int, ...] | None = None
     pads: Tensor | None = None
     width: int | None = None
+    tree: Tree | None = None
 
     def is_same(self, other: "Place") -> bool:
         """Whether a pass at ``other`` makes the calls of one here."""
@@ -94,11 +95,13 @@ class _Cut:
 
     def __init__(self, size: int, place: Place, device: torch.device, mask: Tensor | None) -> None:
         self.size, self.place, self.mask = size, place, mask
-        depths, self.ancestors = tree_shape(place.parents, place.num_rows)
         # padding rows of exact mode may stand beyond the context
         if isinstance(place.first, Tensor):
-            self.positions = (place.first + torch.arange(place.num_rows, device=device)).clamp(max=size - 1)
+            steps = torch.arange(place.num_rows, device=device) if place.tree is None else place.tree.depths
+            self.ancestors = None if place.tree is None else place.tree.ancestors
+            self.positions = (place.first + steps).clamp(max=size - 1)
         else:
+            depths, self.ancestors = tree_shape(place.parents, place.num_rows)
             self.positions = torch.tensor([min(place.first + d, size - 1) for d in depths], device=device)  # [R]
         if place.pads is not None:
             self.positions = (self.positions - place.pads[:, None]).clamp(min=0)  # [B, R]

@@ -25,6 +25,22 @@ class MaskRule:
         return self.allows is causal_mask_function
 
 
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """How the rows of a pass hang together, for passes that cannot ask the host."""
+
+    parents: Tensor  # [R], rows
+    depths: Tensor  # [R]
+    ancestors: Tensor  # [R, R]
+
+    @classmethod
+    def of(cls, parents: Sequence[int], device: torch.device) -> "Tree":
+        """Of rows that hang on ``parents``, as `row_depths` reads them."""
+        depths, ancestors = tree_shape(tuple(parents), len(parents))
+        assert ancestors is not None
+        return cls(torch.tensor(parents, device=device), torch.tensor(depths, device=device), ancestors.to(device))
+
+
 @functools.lru_cache(maxsize=64)
 def sliding_window(rule: MaskRule, size: int) -> int | None:
     """Positions that a row among ``size`` sees, its own the last of them: 0 for all, None if that is not the rule.

@@ -217,13 +217,13 @@ def test_a_wrong_choice_is_named(model, monkeypatch):
         model.generate(PROMPT, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(("draft_len", "exact"), [(7, True), (4, True), (5, False)])
-def test_a_text_up_to_the_edge_of_its_cache(monkeypatch, count_cycles, draft_len, exact):
+@pytest.mark.parametrize(("draft_len", "draft_width", "exact"), [(7, 1, True), (4, 1, True), (5, 3, False)])
+def test_a_text_up_to_the_edge_of_its_cache(monkeypatch, count_cycles, draft_len, draft_width, exact):
     """Nothing is written beyond it, by the cycle launched too many either."""
     model = EarlyExitModel.from_target(shallow_target_of("llama", max_position_embeddings=1024).base, [4])
     for end in range(SMALLEST_TIER - 24, SMALLEST_TIER - 4, 3):
         ids = torch.tensor([prompt_of(end - 12)])
-        settings = {"max_new_tokens": 12, "draft_len": draft_len, "exact": exact}
+        settings = {"max_new_tokens": 12, "draft_len": draft_len, "draft_width": draft_width, "exact": exact}
         made = model.generate(ids, **settings).sequences
         assert torch.equal(made, model.generate(ids, draft="off", **settings).sequences)
         rooms = {held.cache.capacity for held in model.engine._held.values()}
@@ -279,28 +279,35 @@ def test_a_rule_that_is_no_window_is_left_to_plain_calls(model, monkeypatch, cou
 
 
 def test_a_text_through_the_gpus_kernels_under_the_interpreter(monkeypatch, count_cycles, quick_interpreter):
-    """Attention, sampling and verification by Triton in one cycle: the tokens of the reference."""
+    """Attention, sampling, verification and compaction by Triton in one cycle: tokens and keys of the reference."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from selfspec.kernels import attention_triton, sample_triton, verify_triton
+    from selfspec.kernels import attention_triton, compact_triton, sample_triton, verify_triton
 
     if not attention_triton.IS_INTERPRETED:
         pytest.skip("kernels run on a GPU here")
     launched: list[str] = []
     for module, name in ((attention_triton, "attention_over_cache"), (sample_triton, "sample"),
-                         (verify_triton, "verify_coupled"), (verify_triton, "verify_rejection")):  # fmt: skip
+                         (verify_triton, "verify_coupled"), (verify_triton, "verify_rejection"),
+                         (compact_triton, "compact")):  # fmt: skip
         function = getattr(module, name)
         spy = lambda *a, function=function, name=name: (launched.append(name), function(*a))[1]  # noqa: E731
         monkeypatch.setattr(module, name, spy)
     monkeypatch.setattr(attention_triton, "num_splits", lambda *_: 1)  # the interpreter is slow
     model = EarlyExitModel.from_target(shallow_target_of("llama", num_hidden_layers=3).base, [2])
-    for rule, sampling in (("coupled", {}), ("coupled", {"temperature": 1.0}), ("rejection", {"temperature": 1.0})):
-        sampling |= {"seed": 2, "acceptance": rule}
+    for rule, width, sampling in (("coupled", 1, {}), ("coupled", 2, {"temperature": 1.0}),
+                                  ("rejection", 1, {"temperature": 1.0})):  # fmt: skip
+        sampling |= {"seed": 3, "acceptance": rule, "draft_width": width}
         monkeypatch.setenv("SELFSPEC_KERNELS", "reference")
         expected = model.generate(PROMPT, max_new_tokens=6, draft_len=2, **sampling).sequences
+        cache = next(reversed(model.engine._held.values())).cache
+        keys = [layer.clone() for layer in cache._keys[:3]]
         monkeypatch.setenv("SELFSPEC_KERNELS", "triton")
         launched.clear()
         assert torch.equal(model.generate(PROMPT, max_new_tokens=6, draft_len=2, **sampling).sequences, expected)
-        assert set(launched) == {"attention_over_cache", "sample", f"verify_{rule}"}
+        torch.testing.assert_close(cache._keys[:3], keys, rtol=1e-4, atol=1e-4)
+        assert set(launched) == {"attention_over_cache", "sample", f"verify_{rule}"} | (
+            {"compact"} if width > 1 else set()
+        )
 
 
 @pytest.mark.gpu
@@ -326,6 +333,8 @@ def test_graphs_give_the_text_of_plain_calls_and_never_wait(monkeypatch, dtype):
     ids = PROMPT.cuda()
     for settings in ({}, {"exit": "trained"}, {"draft": "off"}, {"temperature": 1.0, "seed": 3}, {"exit": "recursive"},
                      {"exit": "parallel", "min_confidence": 0.3},
+                     {"exit": "parallel", "draft_width": 3, "exact": False},
+                     {"exit": "trained", "draft_width": 2, "exact": False, "temperature": 1.0, "seed": 3},
                      {"exit": "parallel", "temperature": 1.0, "seed": 3, "acceptance": "rejection"}):  # fmt: skip
         found = [model.generate(ids, max_new_tokens=30, draft_len=2, **settings).sequences for _ in range(2)]
         with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec import EarlyExitModel
+from selfspec.device_cycle import DeviceCycle, DeviceVerdict
 from selfspec.device_draft import DeviceDrafter
 from selfspec.drafter import ChainDrafter
 from tests.conftest import mutate
@@ -160,11 +161,11 @@ def test_a_guess_of_logits_that_are_not_finite_never_counts(monkeypatch, count_c
 
 
 @pytest.mark.parametrize(("owner", "old", "new"), [
-    ("DeviceCycle._keep", "draft.taps[:, seen:]", "draft.taps[:, :-seen]"),
-    ("DeviceCycle._keep", "recalls[:, seen - 1 : -1]", "recalls[:, seen:]"),
-    ("DeviceCycle._keep", "torch.minimum(held.first + seen, verdict.length)", "verdict.length"),
+    ("DeviceCycle._waiting", "slice(seen, None)", "slice(None, -seen)"),
+    ("DeviceCycle._waiting", "slice(seen - 1, -1)", "slice(seen, None)"),
+    ("DeviceCycle._keep", "torch.minimum(held.first + kind.num_seen, stands)", "stands"),
     ("DeviceDrafter.first_states", "held.first - held.seen + ", ""),
-    ("DeviceCycle.judge", "torch.where(is_drawn, self.rows[:-1], kind.draft_len)", "self.rows[None, :-1]"),
+    ("DeviceCycle.judge", "torch.where(is_drawn, above, kind.num_rows - 1)", "above[None]"),
     ("Draws.tokens", "self.seed, positions", "self.seed, positions + 1"),
 ])  # fmt: skip
 def test_a_planted_bug_changes_drafts(monkeypatch, count_cycles, states, owner, old, new):
@@ -182,3 +183,101 @@ def test_a_planted_bug_changes_drafts(monkeypatch, count_cycles, states, owner, 
         made.append(cycles(model_of("llama"), states, **settings))
     with pytest.raises(AssertionError):
         assert_same(*made)
+
+
+# ---- trees --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of every tree that the engine verified, how many drafts stood and whether the last of them was a sibling."""
+    seen, judge = list[tuple[int, bool]](), DeviceCycle.judge
+
+    def spy(*arguments: Any) -> DeviceVerdict:
+        verdict = judge(*arguments)
+        if verdict.path is not None:
+            seen.append((int(verdict.num_accepted), int(verdict.last) > int(verdict.num_accepted)))
+        return verdict
+
+    monkeypatch.setattr(DeviceCycle, "judge", spy)
+    return seen
+
+
+TREE = {"draft_len": 3, "draft_width": 3, "temperature": 10.0}
+
+
+def trees(monkeypatch: pytest.MonkeyPatch, states: list[list[Tensor]], model: EarlyExitModel, **settings: Any) -> None:
+    """Cycle by cycle the engine's trees are the loop's where all siblings are kept; the text is plain decoding's."""
+    settings = {**TREE, **settings}
+    ours = cycles(model, states, **settings)
+    with monkeypatch.context() as patch:
+        patch.setenv("SELFSPEC_ENGINE", "off")
+        assert_same(ours, cycles(model, states, **settings))
+    plain = model.generate(PROMPT, max_new_tokens=30, draft="off", **settings).sequences[0, PROMPT.shape[1] + 1 :]
+    assert [token for cycle in ours for token in cycle.emitted] == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["chain", "recursive-0", "parallel"])
+def test_trees_are_those_of_the_loop(monkeypatch, count_cycles, states, ends, name):
+    """With a stop and without; siblings stand at any depth, behind drafts that stood."""
+    for settings in ({"seed": 1}, {"seed": 2}, {"seed": 4, "min_confidence": 0.4, "top_k": 9}):
+        trees(monkeypatch, states, model_of("llama"), exit=name, **settings)
+    assert {(1, True), (2, True)} < set(ends)
+    assert {0, 1, 2, 3} == {num_accepted for num_accepted, _ in ends}
+    assert set(count_cycles) == {0, 3}
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_families_draft_trees(monkeypatch, count_cycles, states, ends, family):
+    """Greedy and sampled; a sliding window passed, of which a sibling sees as much as the draft beside it."""
+    trees(monkeypatch, states, model_of(family), exit="parallel-0", draft_len=2, temperature=0.0)
+    trees(monkeypatch, states, model_of(family), exit="chain-0", draft_len=2, seed=1)
+    assert any(is_sibling for _, is_sibling in ends)
+
+
+@pytest.mark.parametrize(("owner", "old", "new"), [
+    ("DeviceCycle._keep", "self.passes.compact(verdict.path[None, 1:], verdict.num_accepted, held.first)", "pass"),
+    ("DeviceCycle._keep", "stands - (verdict.last > verdict.num_accepted).long()", "stands"),
+    ("DeviceCycle._keep", "recalls.index_select(1, verdict.last)", "recalls.index_select(1, verdict.num_accepted)"),
+    ("DeviceCycle._waiting", "verdict.path[seen:]", "self.rows[seen:]"),
+    ("DeviceCycle._waiting", "self.tree.parents[rows]", "rows - 1"),
+    ("DeviceCycle.score", "self.tree if self.kind.is_tree else None", "None"),
+    ("DeviceCycle.judge", "self.tree.depths[None]", "torch.arange(kind.num_rows)[None]"),
+    ("DeviceDrafter.trunk", "self.held.first + offset, tree)", "self.held.first + offset)"),
+    ("DeviceDrafter.siblings", "scores.masked_fill(self.ids == found[-1][..., None], least)", "scores"),
+])  # fmt: skip
+def test_a_planted_bug_changes_trees(monkeypatch, count_cycles, states, owner, old, new):
+    """Rows that stay where they were, a block that has not seen a sibling, others' states, places, masks, tokens."""
+    from selfspec import device_cycle, device_draft
+
+    kind, _, name = owner.partition(".")
+    module = next(m for m in (device_draft, device_cycle) if hasattr(m, kind))
+    mutate(monkeypatch, getattr(getattr(module, kind), name), old, new)
+    with pytest.raises(AssertionError):
+        trees(monkeypatch, states, model_of("llama"), exit="chain", seed=1)
+
+
+def test_sampled_drafts_judged_by_their_q_have_no_siblings_here_either(monkeypatch, count_cycles, ends):
+    settings = {**TREE, "exit": "chain", "seed": 1, "acceptance": "rejection"}
+    ours, theirs = both(model_of("llama"), monkeypatch, **settings)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert ours.stats.num_drafted == theirs.stats.num_drafted <= 3 * ours.stats.num_cycles
+    assert not ends
+    both(model_of("llama"), monkeypatch, **settings | {"temperature": 0.0})  # a greedy text is that of `coupled`
+    assert ends
+
+
+def test_an_exits_own_width_counts_where_its_cycles_run(monkeypatch, count_cycles, ends):
+    """To the text's end, and whether or not its stop is reached; exact mode drafts chains."""
+    model = quiet_model("llama", tree={**SHAPES["parallel"], "draft_width": 3, "draft_len": 2})
+    for num_new in (1, 2, 3, 25):
+        made = model.generate(PROMPT, max_new_tokens=num_new).sequences
+        assert torch.equal(made, model.generate(PROMPT, max_new_tokens=num_new, draft="off").sequences)
+    assert ends
+    ends.clear()
+    assert model.stream(PROMPT, max_new_tokens=9).settings["draft_width"] == 3
+    monkeypatch.setenv("SELFSPEC_ENGINE", "off")
+    assert model.stream(PROMPT, max_new_tokens=9).settings["draft_width"] == 1
+    monkeypatch.setenv("SELFSPEC_ENGINE", "calls")
+    model.generate(PROMPT, max_new_tokens=9, exact=True)
+    assert not ends
