@@ -1,6 +1,6 @@
 """Drawing a draft's tokens on a CPU: what the filters leave of the logits, plus the noise of the target's own draws
-(`cpu_sample`). The numbers are `noise_reference`'s. Filters are thresholds on the logits, found by halving an interval, so that nothing
-is sorted.
+(`cpu_sample`). The numbers are `noise_reference`'s. Filters are thresholds on the logits, found by halving an interval,
+so that nothing is sorted.
 """
 
 import math

@@ -124,19 +124,21 @@ def _draw_kept(a: Any, values: Any, settings: Any) -> int:
             return -1  # there may be more
     best, token = np.float32(-np.inf), -1
     for i in range(number):
-        score = values[kept[i]] / temperature + gumbel(np.uint32(kept[i]), low, high)
-        if score > best or (score == best and kept[i] < token):
+        score = (values[kept[i]] - values[kept[0]]) / temperature + gumbel(np.uint32(kept[i]), low, high)
+        if score > best:
             best, token = score, kept[i]
     return token
 
 
 @njit(fastmath=cm.FAST, error_model="numpy")
-def _make_scores(values: Any, begin: int, count: int, temperature: float, low: Any, high: Any, scores: int) -> None:
-    """Logits with their noise, of ``count`` columns from ``begin`` on."""
+def _make_scores(
+    values: Any, begin: int, count: int, top: float, temperature: float, low: Any, high: Any, scores: int
+) -> None:
+    """How far the logits of ``count`` columns from ``begin`` on are from the largest, with their noise."""
     cm.stay_apart()
     made = cm.floats(scores)
     for i in range(count):
-        made[i] = values[begin + i] / temperature + gumbel(np.uint32(begin + i), low, high)
+        made[i] = (values[begin + i] - top) / temperature + gumbel(np.uint32(begin + i), low, high)
 
 
 @njit
@@ -144,10 +146,11 @@ def _draw_all(a: Any, values: Any, temperature: float, thread: int) -> None:
     """A thread's best of all columns."""
     low, high, room = np.uint32(a[LOW]), np.uint32(a[HIGH]), a[ROOM] + 4 * CHUNK * thread
     best, token, made = np.float32(-np.inf), -1, cm.floats(room)
+    top = cm.largest(a[LOGITS], a[COUNT])  # taken off, or a large logit would swallow its noise
     begin, stop = a[COUNT] * thread // a[NUM_THREADS], a[COUNT] * (thread + 1) // a[NUM_THREADS]
     while begin < stop:
         count = min(CHUNK, stop - begin)
-        _make_scores(values, begin, count, temperature, low, high, room)
+        _make_scores(values, begin, count, top, temperature, low, high, room)
         if cm.largest(room, count) > best:
             best = cm.largest(room, count)
             for i in range(count - 1, -1, -1):

@@ -4,7 +4,7 @@ Two rules with one interface, pure functions of tensors (randomness is an argume
 drafted tokens; a chain is the tree in which every row hangs on the one before.
 
 * `coupled`: the target's own token at each row is argmax(log p + Gumbel noise), the noise keyed by position alone
-  (`sampling.draw_token`); a draft stands while it equals that token. The text is then the target's whatever was drafted.
+  (`sampling.draw_token`); a draft stands while it equals that token. The text is then the target's whatever the draft.
 * `rejection`: accept x ~ q with probability min(1, p(x)/q(x)), else go on with norm((p - q)+) (Leviathan et al. 2023,
   Chen et al. 2023; for several children of one row, drawn in turn, Miao et al. 2024).
 

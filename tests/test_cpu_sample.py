@@ -77,6 +77,16 @@ def test_a_whole_vocabulary_in_half_precision_and_by_two_threads() -> None:
             torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_large_logit_does_not_swallow_its_noise(settings: dict[str, Any]) -> None:
+    """Next to 10^7 float32 has whole numbers only; which of two equals is drawn is still the noise's to say."""
+    logits = logits_of(97, 0, scale=1.0).round() + 1e7
+    for position in range(20):
+        assert kernels(logits, Sampling(1.0, **settings), position) == definitions(
+            logits, Sampling(1.0, **settings), position
+        )
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"top_k": 6}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str
 )
