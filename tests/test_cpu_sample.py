@@ -8,9 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from selfspec.decode import decode
+from selfspec.drafter import NoDrafter
 from selfspec.kernels import noise_reference
 from selfspec.sampling import TARGET_STREAM, Sampling, draw, draw_token, logits_to_probs, uniform
-from tests.conftest import CHI_SQUARE_LEVEL, chi_square
+from tests.conftest import (
+    CHI_SQUARE_LEVEL,
+    ScriptedDrafter,
+    autoregressive,
+    chi_square,
+    new_state,
+    prompt_of,
+    target_of,
+)
 
 pytest.importorskip("numba")
 cpu_sample = importlib.import_module("selfspec.kernels.cpu_sample")
@@ -115,6 +125,23 @@ def test_what_the_kernel_leaves_to_the_definition(monkeypatch: pytest.MonkeyPatc
     logits = logits_of(97, 0)
     assert draw_token(logits, Sampling(), 3, TARGET_STREAM, 0) == int(logits.argmax())
     assert not asked
+
+
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_every_token_of_the_loop_is_drawn_by_it(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under a penalty and before the least length; once a row, and only where drafts were accepted."""
+    target, drawn, sample = target_of("llama"), list[int | None](), cpu_sample.sample
+    monkeypatch.setattr(cpu_sample, "sample", lambda *args: drawn.append(sample(*args)) or drawn[-1])
+    sampling = Sampling(1.0, top_k=20, repetition_penalty=1.2)
+    settings = {"sampling": sampling, "eos_ids": frozenset({5}), "min_length": 20}
+    text = autoregressive(target, prompt_of(9), 24, **settings)
+    assert drawn == text[9:]
+    drawn.clear()
+    drafter = ScriptedDrafter(text, draft_len) if draft_len else NoDrafter()
+    state = new_state(target, prompt_of(9), 24, **settings)
+    list(decode(target, drafter, state))
+    assert drawn[:24] == state.tokens[9:] == text[9:]
+    assert len(drawn) <= 25  # the last cycle's bonus token may have no room
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
