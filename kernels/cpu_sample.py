@@ -2,8 +2,8 @@
 
     token = argmax_v (logit / temperature - log(-log u))     over the columns v that top-k, top-p and min-p leave
 
-u is `noise_reference`'s number of the column, made for those columns alone, which are mostly few. Its
-logarithms are `cpu_noise`'s, as in drafts: a draft from the target's own logits is the target's own token.
+u is `noise_reference`'s number of the column, made for those columns alone, which are mostly few. Its logarithms are
+`cpu_noise`'s, as in drafts: a draft from the target's own logits is the target's own token.
 
 The k largest are found without sorting. Columns fall into V / 16 classes, by what a division leaves of their number;
 the k-th largest of the classes' maxima is a bound that k columns reach and few others, and those few are put in order.
@@ -21,8 +21,8 @@ from .cpu_noise import above, gumbel
 
 MEMBERS = 16  # columns of a class
 MAX_TOP_K = 256
-MAX_KEPT = MEMBERS * MAX_TOP_K  # equals may need more room
-CHUNK = 1024  # columns drawn from at once where no top-k leaves few
+MAX_KEPT = MEMBERS * MAX_TOP_K  # columns put in order; where more are equal, the reference draws
+CHUNK = 1024  # columns drawn from at once where no filter leaves few
 
 # the words of a call: addresses and sizes
 NUM_WORDS = 9
@@ -174,7 +174,7 @@ def sample(
 ) -> int | None:
     """The token drawn from ``logits`` [V] at a ``temperature`` > 0, with the noise of `noise_reference`'s ``keys``.
 
-    None where it takes the reference: the filters leave more than `MAX_TOP_K` columns, or no logit is finite.
+    None where it takes the reference: the filters leave too many columns, or none has a finite logit.
     """
     logits, count = logits.float().contiguous(), len(logits)
     top_k = top_k if top_k < count else 0
