@@ -90,10 +90,10 @@ class TimedState(DecodeState):
     phases: Phases = field(kw_only=True)
     verify_began: float | None = None  # None until the first cycle: the prompt's pass is no verify pass
 
-    def probs(self, logits: Tensor, draft: Draft) -> Any:
+    def scores(self, logits: Tensor, draft: Draft) -> Any:
         if self.verify_began is not None:
             self.phases.verify_seconds += self.meter.now() - self.verify_began
-        return super().probs(logits, draft)
+        return super().scores(logits, draft)
 
     def commit(self, draft: Draft, verdict: Any, scored: Any) -> list[int]:
         self.phases.num_accepted.append(int(verdict.num_accepted[0]))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec.decode import DecodeState
+from selfspec.decode import DecodeState, RowScores
 from selfspec.drafter import ChainDrafter, Drafter, Guess, NoDrafter, ParallelDrafter, RecursiveDrafter
 from selfspec.exits import ExitHead
 from selfspec.model import EarlyExitModel
@@ -21,7 +21,7 @@ from selfspec.sampling import Sampling
 from selfspec.stats import DecodeStats
 from selfspec.stream import Emission, Stream
 from selfspec.target import Target
-from selfspec.verify import Draft, RowProbs
+from selfspec.verify import Draft
 
 FATES = ("accepted", "recovered", "bonus", "plain")
 NUM_CHOICES = 5  # kept of each distribution
@@ -154,10 +154,10 @@ class RecordingState(DecodeState):
 
     logits: Tensor | None = None
 
-    def probs(self, logits: Tensor, draft: Draft) -> Tensor | RowProbs:
-        """The same distribution."""
+    def scores(self, logits: Tensor, draft: Draft) -> RowScores:
+        """The same scores."""
         self.logits = logits
-        return super().probs(logits, draft)
+        return super().scores(logits, draft)
 
 
 def record(model: EarlyExitModel, ids: Tensor, **request: Any) -> Trace:

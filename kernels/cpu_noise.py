@@ -1,7 +1,6 @@
-"""Drawing a draft's tokens on a CPU: what the filters leave of the logits, plus the noise of the target's own draws.
-
-The numbers are `noise_reference`'s. Filters are thresholds on the logits, found by halving an interval, so that nothing
-is sorted.
+"""Drawing a draft's tokens on a CPU: what the filters leave of the logits, plus the noise of the target's own draws
+(`cpu_sample`). The numbers are `noise_reference`'s. Filters are thresholds on the logits, found by halving an interval,
+so that nothing is sorted.
 """
 
 import math
@@ -43,8 +42,16 @@ def _mixed(bits: Any) -> Any:
     return np.uint32(bits ^ (bits >> np.uint32(16)))
 
 
+@njit(inline="always")
+def gumbel(column: Any, low: Any, high: Any) -> Any:
+    """-log(-log u) of the column's number under the keys ``low`` and ``high``, all three uint32."""
+    bits = _mixed(np.uint32(_mixed(np.uint32(column ^ low)) + high))
+    u = (np.float32(np.int32(bits >> np.uint32(9))) + np.float32(0.5)) * np.float32(2.0**-23)
+    return -log(-log(u))
+
+
 @njit(fastmath=cm.FAST)
-def _above(values: Any, count: int, floor: float, top: float, factor: float) -> tuple[int, Any]:
+def above(values: Any, count: int, floor: float, top: float, factor: float) -> tuple[int, Any]:
     """How many of ``values`` are at least ``floor``, and sum e^(factor * (value - top)) over them."""
     number, total = 0, np.float32(0)
     for i in range(count):
@@ -62,10 +69,10 @@ def floor_of(logits: int, count: int, top: float, factor: float, filters: Any) -
     for which in range(2):
         if (most if which == 0 else share < 1) and top == top:
             low, high = np.float32(top - np.float32(64) / factor), np.float32(top)  # e^-64 of the top's share
-            _, whole = _above(values, count, floor, top, factor)
+            _, whole = above(values, count, floor, top, factor)
             for _ in range(20):
                 middle = np.float32(0.5) * (low + high)
-                number, total = _above(values, count, max(middle, floor), top, factor)
+                number, total = above(values, count, max(middle, floor), top, factor)
                 is_enough = number >= most if which == 0 else total >= share * whole
                 low, high = (middle, high) if is_enough else (low, middle)
             floor = max(floor, low)
@@ -84,7 +91,5 @@ def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, 
     values, columns, first, second = cm.floats(logits), cm.words(ids), np.uint32(low), np.uint32(high)
     for i in range(begin, end):
         column = np.uint32(columns[i]) if ids else np.uint32(i)
-        bits = _mixed(np.uint32(_mixed(np.uint32(column ^ first)) + second))
-        u = (np.float32(np.int32(bits >> np.uint32(9))) + np.float32(0.5)) * np.float32(2.0**-23)
-        noisy = values[i] * factor - log(-log(u))
+        noisy = values[i] * factor + gumbel(column, first, second)
         values[i] = np.float32(-3e38) if values[i] < floor else noisy  # NaN stays

@@ -67,6 +67,11 @@ def cpu_draft(device: torch.device) -> Any:
     return importlib.import_module(f"{__package__}.cpu_draft") if implementation(device) == "cpu" else None
 
 
+def cpu_sample(device: torch.device) -> Any:
+    """The module `cpu_sample`, likewise."""
+    return importlib.import_module(f"{__package__}.cpu_sample") if implementation(device) == "cpu" else None
+
+
 def cpu_attention(device: torch.device) -> Any:
     """The module `cpu_attention`, likewise."""
     return importlib.import_module(f"{__package__}.cpu_attention") if implementation(device) == "cpu" else None

@@ -21,18 +21,20 @@ from selfspec.sampling import (
     RECOVER_STREAM,
     TARGET_STREAM,
     Sampling,
-    draw,
+    draw_token,
     logits_to_probs,
+    processed,
     require_finite,
     uniform,
 )
 from selfspec.stats import DecodeStats
 from selfspec.target import Target
-from selfspec.verify import Draft, RowProbs, Verdict, verify_coupled, verify_rejection
+from selfspec.verify import Draft, Verdict, verify_coupled, verify_rejection
 
 if TYPE_CHECKING:
     from selfspec.engine import Engine
 
+RowScores = Callable[[int, list[int]], Tensor]  # (row, accepted rows before it) -> scores [V]
 RULES = ("coupled", "rejection")
 EXACT_WIDTHS = (2, 4, 8, 16, 32, 64)
 
@@ -89,25 +91,26 @@ class DecodeState:
         mask[list(self.eos_ids)] = True
         return mask
 
-    def probs(self, logits: Tensor, draft: Draft) -> Tensor | RowProbs:
-        """The target's distribution at every row, from ``logits`` [K + 1, V].
+    def scores(self, logits: Tensor, draft: Draft) -> RowScores:
+        """What the target draws from at a row, before temperature and filters, [V]; ``logits`` are [K + 1, V].
 
-        A function, asked for accepted rows only, in order: the user's processors run on no others. Where nothing but
-        the argmax counts, the logits themselves.
+        To be asked for accepted rows only, in order: the user's processors run on no others.
         """
 
-        def row_probs(row: int, path: list[int]) -> Tensor:
+        def row_scores(row: int, path: list[int]) -> Tensor:
             drafted = [int(draft.tokens[0, r - 1]) for r in path]
             prefix, process = self.prefix(drafted), self.processors or None
             scores, mask = logits[row : row + 1], self.forbidden(len(prefix))
-            return logits_to_probs(scores, self.sampling, [prefix], mask, process)[0]
+            return processed(scores, self.sampling, [prefix], mask, process)[0]
 
         has_history = bool(self.processors) or self.sampling.repetition_penalty != 1
-        if has_history or len(self.tokens) < self.min_length:
-            return row_probs
-        if self.sampling.is_greedy and self.rule == "coupled":
-            return logits[None]
-        return lambda row, _: logits_to_probs(logits[row : row + 1], self.sampling)[0]  # few are asked for
+        is_changed = has_history or len(self.tokens) < self.min_length
+        return row_scores if is_changed else lambda row, _: logits[row]
+
+    def draw(self, scores: Tensor, depth: int) -> int:
+        """The token drawn from ``scores`` [V] behind ``depth`` accepted drafts."""
+        stream = TARGET_STREAM if self.rule == "coupled" else RECOVER_STREAM
+        return draw_token(scores, self.sampling, self.seed, stream, len(self.tokens) + depth)
 
     def commit(self, draft: Draft, verdict: Verdict, scored: "Scored") -> list[int]:
         """Emit the accepted tokens and the next one, cut at the first stop; roll the cache back to what stands."""
@@ -212,21 +215,21 @@ def _run(
 
 def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
     """Apply the state's acceptance rule with noise keyed by its seed and the rows' positions."""
-    probs = state.probs(scored.logits, draft)
-    if state.rule == "coupled" and state.sampling.is_greedy:
-        return verify_coupled(probs, draft, None)
+    scores = state.scores(scored.logits, draft)
+    if state.rule == "coupled":
+        return verify_coupled(lambda row, path: state.draw(scores(row, path), len(path)), draft)
     depths = [0]
     for parent in draft.parents[0].tolist():
         depths.append(depths[parent] + 1)
     positions = [len(state.tokens) + depth for depth in depths]  # of the token that each row predicts
     ids = torch.arange(state.vocab_size, device=state.device)
 
-    def noise(row: int) -> Tensor:
-        stream = TARGET_STREAM if state.rule == "coupled" else RECOVER_STREAM
-        return uniform(state.seed, stream, positions[row : row + 1], ids)[0]
+    def probs(row: int, path: list[int]) -> Tensor:
+        return logits_to_probs(scores(row, path)[None], state.sampling)[0]
 
-    if state.rule == "coupled":
-        return verify_coupled(probs, draft, noise)
+    def noise(row: int) -> Tensor:
+        return uniform(state.seed, RECOVER_STREAM, positions[row : row + 1], ids)[0]
+
     accept = uniform(state.seed, ACCEPT_STREAM, positions[:1], torch.arange(draft.num_drafted, device=state.device))
     return verify_rejection(probs, draft, accept, noise)
 
@@ -240,12 +243,8 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     scored = prefill(target, state, head)
     num_prompt = len(state.tokens)
     require_finite(scored.logits, num_prompt - 1)
-    probs = state.probs(scored.logits, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2))
-    row = probs[0, 0] if isinstance(probs, Tensor) else probs(0, [])
-    ids = torch.arange(state.vocab_size, device=state.device)
-    stream = TARGET_STREAM if state.rule == "coupled" else RECOVER_STREAM
-    noise = None if state.sampling.is_greedy else uniform(state.seed, stream, [num_prompt], ids)[0]
-    token = int(draw(row, noise))
+    scores = state.scores(scored.logits, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2))
+    token = state.draw(scores(0, []), depth=0)
     state._keep(scored, list(range(num_prompt)))
     state.emit([token])
     if head is not None and not state.done:

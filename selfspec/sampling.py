@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.kernels import noise_reference
+from selfspec.kernels import dispatch, noise_reference
 
 TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM = noise_reference.STREAMS
 
@@ -61,7 +61,30 @@ def logits_to_probs(
     forbidden: Tensor | None = None,
     process: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Distribution [R, V] in float32 of each row of ``logits`` [R, V].
+    """Distribution [R, V] in float32 of each row of ``logits`` [R, V]: what `processed` makes of them, filtered."""
+    logits = processed(logits, sampling, prefixes, forbidden, process)
+    if sampling.is_greedy:
+        return torch.zeros_like(logits).scatter_(-1, argmax(logits)[..., None], 1.0)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if sampling.top_p < 1:
+        logits = _nucleus(logits, sampling.top_p)
+    if sampling.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf"))
+    return logits.softmax(-1)
+
+
+def processed(
+    logits: Tensor,
+    sampling: Sampling,
+    prefixes: Sequence[Tensor] | None = None,
+    forbidden: Tensor | None = None,
+    process: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Scores [R, V] in float32: ``logits`` [R, V] before temperature and filters.
 
     ``prefixes[r]`` holds all token ids before row r, drafted ones included (for the repetition penalty); ``forbidden``
     is a boolean mask [V] or [R, V] of ids that get no mass; ``process`` is the user's own change of one row, (prefix
@@ -77,18 +100,7 @@ def logits_to_probs(
     if process is not None and prefixes is not None:
         rows = zip(logits, prefixes, strict=True)
         logits = torch.cat([process(prefix[None], row[None].clone()) for row, prefix in rows])
-    if sampling.is_greedy:
-        return torch.zeros_like(logits).scatter_(-1, argmax(logits)[..., None], 1.0)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if sampling.top_p < 1:
-        logits = _nucleus(logits, sampling.top_p)
-    if sampling.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf"))
-    return logits.softmax(-1)
+    return logits
 
 
 def _penalise(row: Tensor, prefix: Tensor, penalty: float) -> Tensor:
@@ -128,6 +140,24 @@ def draw(probs: Tensor, noise: Tensor | None) -> Tensor:
     argmax(p / -log u) is the Gumbel-max trick argmax(log p + g) with one logarithm less. A one-hot needs no noise.
     """
     return argmax(probs if noise is None else probs / noise.log().neg())
+
+
+def draw_token(scores: Tensor, sampling: Sampling, seed: int, stream: int, position: int) -> int:
+    """The token drawn from one row's `processed` ``scores`` [V]: the largest, or by the noise of ``position``.
+
+    `draw` of `logits_to_probs` with `uniform` noise is the definition. A CPU's kernel rounds otherwise, so that it
+    draws another token where two are equally good to the last bits; plain and speculative decoding both draw by it.
+    """
+    if sampling.is_greedy:
+        return int(argmax(scores))
+    kernel, token = dispatch.cpu_sample(scores.device), None
+    if kernel is not None:
+        keys = noise_reference.keys(seed, stream, position)
+        token = kernel.sample(scores, keys, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    if token is None:
+        noise = uniform(seed, stream, [position], torch.arange(len(scores), device=scores.device))
+        token = int(draw(logits_to_probs(scores[None], sampling), noise))
+    return token
 
 
 def argmax(scores: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Two rules with one interface, pure functions of tensors (randomness is an argument). Both are written for trees of
 drafted tokens; a chain is the tree in which every row hangs on the one before.
 
-* `coupled`: the target's own token at each row is argmax(log p + Gumbel noise), the noise keyed by position alone; a
-  draft stands while it equals that token. The text is then the target's whatever was drafted.
+* `coupled`: the target's own token at each row is argmax(log p + Gumbel noise), the noise keyed by position alone
+  (`sampling.draw_token`); a draft stands while it equals that token. The text is then the target's whatever the draft.
 * `rejection`: accept x ~ q with probability min(1, p(x)/q(x)), else go on with norm((p - q)+) (Leviathan et al. 2023,
   Chen et al. 2023; for several children of one row, drawn in turn, Miao et al. 2024).
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from selfspec.sampling import draw
 
 RowProbs = Callable[[int, list[int]], Tensor]  # (row, accepted rows before it) -> p [V]
+RowToken = Callable[[int, list[int]], int]  # (row, accepted rows before it) -> the target's own token
 RowNoise = Callable[[int], Tensor]  # row -> uniform numbers [V]
 
 
@@ -50,18 +51,13 @@ class Verdict:
     next_token: Tensor  # [B], recovered if num_accepted < K, else bonus
 
 
-def verify_coupled(target_probs: Tensor | RowProbs, draft: Draft, noise: Tensor | RowNoise | None) -> Verdict:
-    """Accept drafts that equal the token the target draws with ``noise``.
+def verify_coupled(own: Tensor | RowToken, draft: Draft) -> Verdict:
+    """Accept drafts that equal the target's ``own`` tokens [B, K + 1], drawn at every row.
 
-    target_probs [B, K + 1, V] is p at every row; for B = 1 also a function of (row, accepted rows before it), called
-    for the accepted rows alone, in order; so may the noise be, [B, K + 1, V], which is uniform and equal at rows of
-    equal position. None will do for one-hot p.
+    For B = 1 also a function of (row, accepted rows before it), called for the accepted rows alone, in order.
     """
-    _check_rows(target_probs, draft)
-    walks = [
-        _walk_coupled(_rows_of(target_probs, b), draft, b, _noise_of(noise, b)) for b in range(draft.tokens.shape[0])
-    ]
-    return _gather(draft, walks)
+    _check_rows("own", own, draft)
+    return _gather(draft, [_walk_coupled(_own_of(own, b), draft, b) for b in range(draft.tokens.shape[0])])
 
 
 def verify_rejection(
@@ -72,7 +68,7 @@ def verify_rejection(
     target_probs [B, K + 1, V], accept_noise [B, K] uniform, recover_noise [B, K + 1, V] uniform, independent of the
     noise that drew the draft and of each other; the first and the last may be functions, as in `verify_coupled`.
     """
-    _check_rows(target_probs, draft)
+    _check_rows("target_probs", target_probs, draft)
     return _gather(
         draft,
         [
@@ -82,29 +78,31 @@ def verify_rejection(
     )
 
 
-def _check_rows(target_probs: Tensor | RowProbs, draft: Draft) -> None:
-    if isinstance(target_probs, Tensor) and target_probs.shape[1] != draft.num_drafted + 1:
-        raise ValueError(f"target_probs needs K+1 positions for K={draft.num_drafted}, got {target_probs.shape[1]}")
+def _check_rows(name: str, rows: Tensor | RowProbs | RowToken, draft: Draft) -> None:
+    if isinstance(rows, Tensor) and rows.shape[1] != draft.num_drafted + 1:
+        raise ValueError(f"{name} needs K+1 positions for K={draft.num_drafted}, got {rows.shape[1]}")
 
 
 def _rows_of(probs: Tensor | RowProbs, batch: int) -> RowProbs:
     return (lambda row, _: probs[batch, row]) if isinstance(probs, Tensor) else probs
 
 
-def _noise_of(noise: Tensor | RowNoise | None, batch: int) -> RowNoise:
-    if isinstance(noise, Tensor):
-        return lambda row: noise[batch, row]
-    return noise or (lambda _: None)  # type: ignore[return-value]
+def _own_of(own: Tensor | RowToken, batch: int) -> RowToken:
+    return (lambda row, _: int(own[batch, row])) if isinstance(own, Tensor) else own
+
+
+def _noise_of(noise: Tensor | RowNoise, batch: int) -> RowNoise:
+    return (lambda row: noise[batch, row]) if isinstance(noise, Tensor) else noise
 
 
 def _children(draft: Draft, batch: int, row: int) -> list[int]:
     return [j + 1 for j, parent in enumerate(draft.parents[batch].tolist()) if parent == row]
 
 
-def _walk_coupled(probs: RowProbs, draft: Draft, batch: int, noise: RowNoise) -> tuple[list[int], int]:
+def _walk_coupled(own: RowToken, draft: Draft, batch: int) -> tuple[list[int], int]:
     row, path = 0, list[int]()
     while True:
-        token = int(draw(probs(row, path), noise(row)))
+        token = own(row, path)
         agreeing = [c for c in _children(draft, batch, row) if int(draft.tokens[batch, c - 1]) == token]
         if not agreeing:
             return path, token

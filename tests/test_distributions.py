@@ -135,7 +135,7 @@ def cycle(rule: str, setup: Setup, samples: Tensor, prefixes: Tensor) -> list[tu
         stream = TARGET_STREAM if rule == "coupled" else RECOVER_STREAM
         noise = torch.stack([noise_of(stream, samples[group], length + depths[r]) for r in rows], 1)
         if rule == "coupled":
-            verdict = verify_coupled(probs, draft, noise)
+            verdict = verify_coupled(draw(probs, noise), draft)
         else:
             accept = noise_of(setup.accept_stream, samples[group], length, kept)
             verdict = verify_rejection(probs, draft, accept, noise)

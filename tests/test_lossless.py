@@ -295,11 +295,12 @@ def test_non_finite_exit_logits_stop_drafting(bad: float) -> None:
         assert len(calls) == num_good + 1
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=9)])
 @pytest.mark.parametrize("is_speculative", [False, True])
-def test_non_finite_target_logits_are_an_error_with_the_position(is_speculative: bool) -> None:
+def test_non_finite_target_logits_are_an_error_with_the_position(is_speculative: bool, sampling: Sampling) -> None:
     """NaN in the target's own logits raises with the position of the row, with speculation and without."""
     target = Target(build_model("llama"))
-    text = autoregressive(target, PROMPT, 12)
+    text = autoregressive(target, PROMPT, 12, sampling=sampling)
     original = target.logits
 
     def broken(hidden: Tensor, cache: Any = None) -> Tensor:
@@ -311,7 +312,7 @@ def test_non_finite_target_logits_are_an_error_with_the_position(is_speculative:
 
     target.logits = broken  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLogitsError, match="position 15 "):
-        generate(target, ScriptedDrafter(text, 3) if is_speculative else NoDrafter(), PROMPT, 12)
+        generate(target, ScriptedDrafter(text, 3) if is_speculative else NoDrafter(), PROMPT, 12, sampling=sampling)
 
 
 def test_exact_width_holds_the_rows_of_a_draft() -> None:

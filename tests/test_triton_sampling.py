@@ -187,8 +187,7 @@ def test_coupled_verdicts_are_those_of_verify(count: int, is_chain: bool) -> Non
     own[:3] = own[:3, :1]
     tokens[0], tokens[1] = own[0, 0], 1 - own[1, 0]  # all that can be are accepted; none is
     lengths = random_ids(generator, 50, batch)
-    probs = torch.nn.functional.one_hot(own, vocab).float()
-    expected = verify.verify_coupled(probs, verify.Draft(tokens, parents), None)
+    expected = verify.verify_coupled(own, verify.Draft(tokens, parents))
     for module in (verify_triton, verify_reference):
         assert_same(module.verify_coupled(own, tokens, parents, lengths), expected, lengths)
     if count:

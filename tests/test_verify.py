@@ -15,6 +15,7 @@ from selfspec import verify
 from selfspec.sampling import (
     TARGET_STREAM,
     Sampling,
+    draw,
     logits_to_probs,
     uniform,
 )
@@ -194,7 +195,7 @@ def test_coupled_is_the_targets_own_text(shape: tuple[int, ...], is_greedy: bool
     if is_greedy:
         probs, noise = logits_to_probs(probs.log().flatten(0, 1), Sampling()).view_as(probs), None
     tokens = torch.randint(0, vocab, (batch, len(shape)), generator=generator)
-    verdict = verify_coupled(probs, Draft(tokens, torch.tensor([shape] * batch)), noise)
+    verdict = verify_coupled(draw(probs, noise), Draft(tokens, torch.tensor([shape] * batch)))
     scores = probs if noise is None else probs.log() - noise.log().neg().log()  # log p + Gumbel noise
     own = scores.argmax(-1)
     for b in range(batch):
@@ -211,12 +212,12 @@ def test_coupled_is_the_targets_own_text(shape: tuple[int, ...], is_greedy: bool
 
 
 def test_shape_errors_carry_values() -> None:
-    """Rows missing from the target's probabilities are refused by both rules, naming K and what came."""
+    """Rows missing from what the target says are refused by both rules, naming K and what came."""
     draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 2]]))
     probs = torch.full((1, 3, 5), 0.2)
-    with pytest.raises(ValueError, match=r"needs K\+1 positions for K=3, got 3"):
-        verify_coupled(probs, draft, None)
-    with pytest.raises(ValueError, match=r"needs K\+1 positions for K=3, got 3"):
+    with pytest.raises(ValueError, match=r"own needs K\+1 positions for K=3, got 3"):
+        verify_coupled(torch.zeros(1, 3, dtype=torch.long), draft)
+    with pytest.raises(ValueError, match=r"target_probs needs K\+1 positions for K=3, got 3"):
         verify_rejection(probs, draft, torch.zeros(1, 3), torch.zeros(1, 4, 5))
 
 
@@ -226,11 +227,11 @@ def test_draft_knows_its_shape() -> None:
     assert not Draft(torch.zeros(2, 2, dtype=torch.long), torch.tensor([[0, 1], [0, 0]])).is_chain
     empty = Draft(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long))
     assert (empty.num_drafted, empty.is_chain) == (0, True)
-    verdict = verify_coupled(torch.tensor([[[0.0, 1.0, 0.0]]]), empty, None)
+    verdict = verify_coupled(torch.tensor([[1]]), empty)
     assert (verdict.path.shape, verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ((1, 0), [0], [1])
 
 
-def test_probabilities_may_be_a_function_called_on_accepted_rows_alone() -> None:
+def test_rows_may_be_a_function_called_on_accepted_ones_alone() -> None:
     """A function of (row, accepted rows before it) is asked for the walk's rows in order, never for rejected ones."""
     asked = []
 
@@ -239,7 +240,7 @@ def test_probabilities_may_be_a_function_called_on_accepted_rows_alone() -> None
         return torch.eye(4)[[1, 2, 0, 3][row]]
 
     draft = Draft(torch.tensor([[1, 0, 3]]), torch.tensor([[0, 1, 2]]))  # row 1 says 2, the draft 0
-    assert verify_coupled(probs, draft, None).next_token.tolist() == [2]
+    assert verify_coupled(lambda row, path: int(probs(row, path).argmax()), draft).next_token.tolist() == [2]
     assert asked == [(0, []), (1, [1])]
     asked.clear()
     verdict = verify_rejection(probs, draft, torch.full((1, 3), 0.5), torch.full((1, 4, 4), 0.5))
