@@ -87,7 +87,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
         mask is not None
         and mask.dim() == 3
         and heads // k.shape[1] * rows <= MAX_LINES
-        and q.dtype == torch.float32
+        and q.dtype in (torch.float32, torch.bfloat16)
         and k.dtype == v.dtype
         and k.dtype in (torch.float32, torch.bfloat16)
         and width % LANES == 0
@@ -100,7 +100,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
     """See `attention_reference.attention`; ``mask`` is [B, R, T]. A row that sees nothing is NaN."""
     batch, heads, rows, width = q.shape
     groups, slots, threads = k.shape[1], k.shape[2], num_threads()
-    q, mask, made = q.contiguous(), mask.contiguous(), torch.empty(batch, heads, rows, width)
+    dtype, q, mask = q.dtype, q.float().contiguous(), mask.contiguous()
+    made = torch.empty(batch, heads, rows, width)
     scores = torch.empty(threads, heads // groups * rows, slots + BLOCK)
     scales = np.array([scale], dtype=np.float32)
     record = np.array([
@@ -109,4 +110,4 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
         v.stride(1), k.dtype == torch.float32, threads,
     ], dtype=np.int64)  # fmt: skip
     call(_run_attention, record.ctypes.data, threads)
-    return made.transpose(1, 2)
+    return made.transpose(1, 2).to(dtype)

@@ -128,6 +128,9 @@ def test_attention_over_ragged_batches(cache_dtype, heads, groups, rows, slots, 
     nothing, rest = dispatch.attention(q, *(t[:, :, :slots] for t in held), blind, 0.2).split([1, 4])
     assert bool(nothing.isnan().all())
     assert torch.equal(rest, found[1:])
+    rounded = dispatch.attention(q.bfloat16(), *(t[:, :, :slots] for t in held), mask, 0.2)
+    again = dispatch.attention(q.bfloat16().float(), *(t[:, :, :slots] for t in held), mask, 0.2)
+    assert torch.equal(rounded, again.bfloat16())
     # scores are off by width eps |q||k|, weights by as much and by the sum's slots eps
     spread = 0.2 * (q.double().abs() @ whole[0].abs().transpose(2, 3)).amax()
     bound = torch.finfo(torch.float32).eps * (2 * width * spread + slots + 8) * whole[1].abs().amax()
