@@ -23,7 +23,7 @@ class Engine:
     def __init__(self, model: EarlyExitModel, **options: Any) -> None:
         self.model, self.options = model, options
         self.is_ar = options.get("draft") == "off"
-        if not self.is_ar and not model.exits:
+        if options.get("draft") not in ("off", "lookup") and not model.exits:
             raise SkippedMethodError("the model has no exits to draft from")
         _, state = model.prepare(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=1, **options)  # all checked here
         self.width = state.cache.width  # of exact mode
