@@ -177,7 +177,7 @@ def test_an_exception_leaves_the_model_as_it_was(model, error):
         ({"temperature": -1.0}, ValueError, "temperature must be >= 0"),
         ({"temperature": 1.0, "top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1.5"),
         ({"temperature": 1.0, "top_k": -2}, ValueError, "top_k must be >= 0, got -2"),
-        ({"draft": "tree"}, ValueError, "draft='tree'; choose one of chain, recursive, parallel, off"),
+        ({"draft": "tree"}, ValueError, "draft='tree'; choose one of chain, recursive, parallel, lookup, off"),
         ({"draft": "parallel"}, ValueError, "draft='parallel': exit layer-2 was made for 'chain'"),
         ({"acceptance": "typical"}, ValueError, "choose one of coupled, rejection"),
         ({"draft_len": -1}, ValueError, "draft_len must be >= 0, got -1"),

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from selfspec.bridge import RidgeAccumulator
 from selfspec.exit_module import ExitConfig, active, unwrap
 from selfspec.target import Target
+from selfspec.training.on_disk import load
 from selfspec.training.states import RowStates
 
 RIDGE_ROWS = 64  # training rows that a step of the accumulation takes
@@ -101,11 +102,12 @@ def fit_maps(config: ExitConfig, fit: Fit) -> list[Solution]:
     def pairs(row: RowStates, step: int) -> tuple[Tensor, Tensor]:
         behind = step - 1 if config.form == "parallel" else 0  # of the tap that is read
         # position 0 is an outlier in every model (attention sink): neither fitted nor recalled here
-        first = 1 + behind if row.recalls is None else step + 1
-        parts = [row.taps[first - behind : row.num_tokens - behind]]
-        if row.recalls is not None:
-            parts.append(row.recalls[first - step : row.num_tokens - step])
-        return torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)], row.wanted[first:]
+        recalls = row.recalls
+        first = 1 + behind if recalls is None else step + 1
+        parts = [load(row.taps)[first - behind : row.num_tokens - behind]]
+        if recalls is not None:
+            parts.append(recalls[first - step : row.num_tokens - step])
+        return torch.cat(parts, dim=-1)[: max(row.num_tokens - first, 0)], load(row.wanted)[first:]
 
     return [fit.solve(partial(pairs, step=step)) for step in range(1, config.num_maps + 1)]
 
@@ -120,7 +122,7 @@ def fit_feedback(target: Target, fit: Fit) -> Solution:
     def pairs(row: RowStates) -> tuple[Tensor, Tensor]:
         first = row.num_tokens - len(row.tokens)  # of the positions that carry the loss
         embedded = target.embed(row.tokens[None].to(target.device), first)[0, 1:]
-        before = target.norm(row.finals[:-1].to(target.device, target.dtype))
-        return torch.cat([embedded, before], dim=-1).float().cpu(), row.wanted[first + 1 :]
+        before = target.norm(load(row.finals)[:-1].to(target.device, target.dtype))
+        return torch.cat([embedded, before], dim=-1).float().cpu(), load(row.wanted)[first + 1 :]
 
     return fit.solve(pairs)

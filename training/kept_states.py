@@ -2,7 +2,8 @@
 
 A file holds rows that were made together at some depths; for row i the tensors `i.DEPTH`, where the last layer was run
 also `i.finals`, `i.log_sums` and `i.argmaxes` (see `TeacherStates`), and in its metadata the depths and what tells each
-row, so that a row is found whatever rows were made beside it. Its name is a hash of its content, checked on reading.
+row, so that a row is found whatever rows were made beside it. Its name is a hash of its content, checked when the rows
+are looked for; their states stay in it until a batch needs them.
 """
 
 import hashlib
@@ -10,13 +11,13 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,6 +25,7 @@ from selfspec.exit_module import ExitConfig
 from selfspec.files import write_atomically
 from selfspec.target import Target
 from selfspec.training.data import Row
+from selfspec.training.on_disk import Held, load, tensors_in
 from selfspec.training.states import RowStates, TeacherStates, kept_depths, teach
 from selfspec.training.workers import in_order
 
@@ -123,32 +125,28 @@ def _digest(data: bytes) -> str:
 def _tensors(states: Sequence[TeacherStates], is_small: bool) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for i, held in enumerate(states):
-        for depth, state in held.by_depth.items():
+        for depth, state in ((depth, load(state)) for depth, state in held.by_depth.items()):
             if is_small:  # a position's largest number takes the largest of 8 bits
                 scale = (state.float().abs().amax(-1) / LARGEST).clamp(min=1e-12)
                 tensors[f"{i}.{depth}.scale"] = scale
                 state = (state.float() / scale[:, None]).to(torch.float8_e4m3fn)
             tensors[f"{i}.{depth}"] = state
-        tensors |= {f"{i}.{name}": getattr(held, name) for name in ANSWERS if held.finals is not None}
+        tensors |= {f"{i}.{name}": load(getattr(held, name)) for name in ANSWERS if held.finals is not None}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def _read(path: Path, depths: Sequence[int]) -> list[TeacherStates]:
     """The rows of ``path`` at those of ``depths`` that it has; none where its content is not what was written."""
-    data = path.read_bytes()
-    if f"states-{_digest(data)}" != path.stem:
+    if f"states-{_digest(path.read_bytes())}" != path.stem:
         _give_up(path, "its sha256 is another")
         return []
-    tensors, count = load(data), len(_about(path)[0])
-    return [
-        TeacherStates(
-            {depth: _widened(tensors, f"{i}.{depth}") for depth in depths if f"{i}.{depth}" in tensors},
-            *(tensors[f"{i}.{name}"].clone() if f"{i}.{name}" in tensors else None for name in ANSWERS),
-        )
-        for i in range(count)
-    ]
-
-
-def _widened(tensors: dict[str, Tensor], name: str) -> Tensor:
-    state, scale = tensors[name], tensors.get(f"{name}.scale")
-    return state.clone() if scale is None else (state.float() * scale[:, None]).bfloat16()  # no view of the whole file
+    held, found = tensors_in(path), list[TeacherStates]()
+    for i in range(len(_about(path)[0])):
+        states: dict[int, Held] = {
+            depth: replace(held[f"{i}.{depth}"], scale=held.get(f"{i}.{depth}.scale"))
+            for depth in depths
+            if f"{i}.{depth}" in held
+        }
+        log_sums, argmaxes = (held[f"{i}.{name}"].load() if f"{i}.{name}" in held else None for name in ANSWERS[1:])
+        found.append(TeacherStates(states, held.get(f"{i}.{ANSWERS[0]}"), log_sums, argmaxes))
+    return found

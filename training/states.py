@@ -18,18 +18,19 @@ from selfspec.head import Head
 from selfspec.passes import passes
 from selfspec.target import Target
 from selfspec.training.data import Row
+from selfspec.training.on_disk import Held, load
 
 HEAD_CHUNK = 512  # rows of full-vocabulary logits held at once
 
 
 @dataclass(frozen=True)
 class RowStates:
-    """What the teacher knows about one row; states in bfloat16 unless said otherwise."""
+    """What the teacher knows about one row; states in bfloat16 unless said otherwise, in memory or on disk."""
 
-    taps: Tensor  # [S, D], after the exit layer
-    recalls: Tensor | None  # [S, n D], after the recalled layers
-    wanted: Tensor  # [S, D], input of the borrowed layers: what the closed-form bridge aims at
-    finals: Tensor  # [A, D] in float32, after the last layer, before the final norm
+    taps: Held  # [S, D], after the exit layer
+    recalled: tuple[Held, ...]  # n of [S, D], after the recalled layers
+    wanted: Held  # [S, D], input of the borrowed layers: what the closed-form bridge aims at
+    finals: Held  # [A, D] in float32, after the last layer, before the final norm
     answer_start: int
     log_sums: Tensor  # [A], log of the sum of exp(logits) over the whole vocabulary
     argmaxes: Tensor  # [A], the target's most probable tokens
@@ -40,6 +41,11 @@ class RowStates:
     def num_tokens(self) -> int:
         """Positions S."""
         return self.taps.shape[0]
+
+    @property
+    def recalls(self) -> Tensor | None:
+        """The recalled states side by side, [S, n D]."""
+        return torch.cat([load(held) for held in self.recalled], dim=-1) if self.recalled else None
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,8 @@ def choose_vocab(rows: Sequence[Row], size: int | None, num_tokens: int, vocab_s
 class TeacherStates:
     """What the target makes of one row, whatever exits learn from it."""
 
-    by_depth: dict[int, Tensor]  # [S, D] in bfloat16, by the number of layers behind them
-    finals: Tensor | None = None  # as in `RowStates`; None, and the others too, where the last layers were not run
+    by_depth: dict[int, Held]  # [S, D] in bfloat16, by the number of layers behind them
+    finals: Held | None = None  # as in `RowStates`; None, and the others too, where the last layers were not run
     log_sums: Tensor | None = None
     argmaxes: Tensor | None = None
 
@@ -103,7 +109,7 @@ class TeacherStates:
         cls, row: Row, held: Mapping[int, Tensor], log_sums: Tensor | None = None, argmaxes: Tensor | None = None
     ) -> "TeacherStates":
         """Copies, off the device, of states ``held`` [S, D]; the deepest are the last layer's if there are sums."""
-        by_depth = {depth: state.bfloat16().cpu() for depth, state in held.items()}
+        by_depth: dict[int, Held] = {depth: state.bfloat16().cpu() for depth, state in held.items()}
         if log_sums is None or argmaxes is None:
             return cls(by_depth)
         finals = held[max(held)][row.answer_start - 1 :].float().clone().cpu()
@@ -117,10 +123,9 @@ class TeacherStates:
     def for_exit(self, config: ExitConfig, row: Row) -> "RowStates":
         """What an exit of ``config`` learns from it."""
         assert self.finals is not None and self.log_sums is not None and self.argmaxes is not None  # noqa: PT018
-        recalled = [self.by_depth[depth] for depth in config.recall_layers]
         return RowStates(
             taps=self.by_depth[config.exit_layer],
-            recalls=torch.cat(recalled, dim=-1) if recalled else None,
+            recalled=tuple(self.by_depth[depth] for depth in config.recall_layers),
             wanted=self.by_depth[max(self.by_depth) - config.num_blocks],
             finals=self.finals,
             answer_start=row.answer_start,
@@ -187,14 +192,14 @@ def make_batch(rows: Sequence[RowStates], device: torch.device, dtype: torch.dty
     def joined(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))[None] if is_packed else pad_sequence(list(parts), batch_first=True)
 
-    held = [row.recalls for row in rows if row.recalls is not None]
+    held = [recalls for row in rows if (recalls := row.recalls) is not None]
     scored = [torch.arange(row.num_tokens) >= row.answer_start - 1 for row in rows]
     return Batch(
-        taps=joined([row.taps for row in rows]).to(device, dtype),
+        taps=joined([load(row.taps) for row in rows]).to(device, dtype),
         recalls=joined(held).to(device, dtype) if held else None,
         lengths=torch.tensor([row.num_tokens for row in rows], device=device),
         is_scored=joined(scored).to(device),
-        finals=torch.cat([row.finals for row in rows]).to(device, dtype),
+        finals=torch.cat([load(row.finals) for row in rows]).to(device, dtype),
         log_sums=torch.cat([row.log_sums for row in rows]).to(device),
         argmaxes=torch.cat([row.argmaxes for row in rows]).to(device),
         tokens=torch.cat([row.tokens for row in rows]).to(device),
