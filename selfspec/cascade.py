@@ -15,6 +15,7 @@ from torch import Tensor
 from selfspec.decode import DecodeState
 from selfspec.drafter import ChainDrafter
 from selfspec.exits import ExitHead
+from selfspec.lookup import PromptLookup
 from selfspec.target import Target
 
 
@@ -93,8 +94,11 @@ class CascadeDrafter(ChainDrafter):
     is_stepwise = True  # the one kernel drafts with one exit
     exit_head: CascadeHead
 
-    def __init__(self, target: Target, exit_head: CascadeHead, draft_len: int, min_confidence: float = 0.0) -> None:
-        super().__init__(target, exit_head, draft_len, min_confidence)
+    def __init__(
+        self, target: Target, exit_head: CascadeHead, draft_len: int, min_confidence: float = 0.0,
+        lookup: PromptLookup | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, exit_head, draft_len, min_confidence, lookup=lookup)
         self.early = ChainDrafter(target, exit_head.early, exit_head.early.config.draft_len)
 
     def _steps(self, state: DecodeState, tokens: list[int], taps: list[Tensor], num_drafts: int) -> Iterator[Tensor]:

@@ -167,6 +167,10 @@ def test_settings_of_generate() -> None:
     found = model.generate(ids, max_new_tokens=12, exit="b", cascade="a", draft_len=3)
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert found.stats.num_drafted > 0
+    repeated = ids.repeat(1, 4)
+    looked_up = {"exit": "b", "cascade": "a", "draft_len": 2, "prompt_lookup_num_tokens": 5, "max_new_tokens": 24}
+    plain = model.generate(repeated, max_new_tokens=24, draft="off").sequences
+    assert torch.equal(model.generate(repeated, **looked_up).sequences, plain)
     drafter, state = model.prepare(ids, exit="b", cascade="a", max_new_tokens=4)
     assert isinstance(drafter, CascadeDrafter)
     assert len(state.cache.lengths) == target.num_layers + 2
