@@ -133,29 +133,32 @@ def _emit_sum(
             b.store(held.incomings[1][0], b.bitcast(place, _SUMS.as_pointer()), align=4)
 
 
-@intrinsic
-def largest_of_block(typing_context: Any, values: Any, count: Any) -> Any:
-    """The largest of ``count`` float32 values, a multiple of 16 and no less; LLVM leaves such a loop scalar."""
-    del typing_context, values, count
+def _over_blocks(step: Any, join: Any, start: Any) -> Any:
+    """An intrinsic that goes over values sixteen at a time and folds what it has of every lane, always in one order."""
 
-    def codegen(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
-        place, before, loop = b.inttoptr(args[0], _F32.as_pointer()), b.block, b.append_basic_block("t")
-        done = b.append_basic_block("done")
-        first = b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
-        b.branch(loop)
-        b.position_at_end(loop)
-        t, top = b.phi(_I64), b.phi(_SUMS)
-        t.add_incoming(_I64(0), before)
-        top.add_incoming(first, before)
-        more = _larger(b, b.load(b.bitcast(b.gep(place, [t]), _SUMS.as_pointer()), align=4), top)
-        after = b.add(t, _I64(LANES))
-        t.add_incoming(after, loop)
-        top.add_incoming(more, loop)
-        b.cbranch(b.icmp_unsigned("<", after, args[1]), loop, done)
-        b.position_at_end(done)
-        return _folded(b, more, _larger)
+    @intrinsic
+    def reduce(typing_context: Any, values: Any, count: Any) -> Any:
+        del typing_context, values, count
 
-    return types.float32(types.int64, types.int64), codegen
+        def codegen(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
+            place, before, loop = b.inttoptr(args[0], _F32.as_pointer()), b.block, b.append_basic_block("t")
+            done = b.append_basic_block("done")
+            b.branch(loop)
+            b.position_at_end(loop)
+            t, held = b.phi(_I64), b.phi(_SUMS)
+            t.add_incoming(_I64(0), before)
+            held.add_incoming(ir.Constant(_SUMS, [start] * LANES), before)
+            more = step(b, b.load(b.bitcast(b.gep(place, [t]), _SUMS.as_pointer()), align=4), held)
+            after = b.add(t, _I64(LANES))
+            t.add_incoming(after, loop)
+            held.add_incoming(more, loop)
+            b.cbranch(b.icmp_unsigned("<", after, args[1]), loop, done)
+            b.position_at_end(done)
+            return _folded(b, more, join)
+
+        return types.float32(types.int64, types.int64), codegen
+
+    return reduce
 
 
 def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
@@ -248,3 +251,10 @@ def _folded(b: ir.IRBuilder, total: Any, join: Any = ir.IRBuilder.fadd) -> Any:
         width //= 2
         total = join(b, _pick(b, total, total, range(width)), _pick(b, total, total, range(width, 2 * width)))
     return b.extract_element(total, _I32(0))
+
+
+# of the float32 values at an address, whose count is a multiple of 16 and no less: LLVM leaves a maximum scalar, and
+# sums, too, unless it may choose their order, which then hangs on what is compiled beside them
+largest_of_block = _over_blocks(_larger, _larger, float("-inf"))
+sum_of_block = _over_blocks(ir.IRBuilder.fadd, ir.IRBuilder.fadd, 0.0)
+squares_of_block = _over_blocks(lambda b, x, total: _fma(b, x, x, total), ir.IRBuilder.fadd, 0.0)

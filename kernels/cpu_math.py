@@ -26,9 +26,12 @@ from .cpu_dot import (
     WIDE,
     dot_block,
     largest_of_block,
+    squares_of_block,
     sum_block,
+    sum_of_block,
 )
 
+# for guesses alone: what the target computes must have the same bits wherever LLVM compiles it, inlined here or there
 FAST = {"reassoc", "contract", "nsz"}
 PAIR_STEP = STEP[PAIRS]
 
@@ -77,19 +80,29 @@ def rounded(x: Any, is_wide: Any) -> Any:
     return np.uint32(bits if is_wide else short).view(np.float32)
 
 
+@intrinsic
+def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32, rounded once: said, not left to what LLVM contracts."""
+    del typing_context, a, b, c
+
+    def codegen(_context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
 @njit(inline="always")
 def exp(x: Any) -> Any:
     """e^x for x <= 88 in float32, to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else np.float32(x)  # NaN stays NaN
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
+    n = np.floor(fma(x, np.float32(1.4426950408889634), np.float32(0.5)))
+    r = fma(n, np.float32(2.12194440e-4), fma(n, np.float32(-0.693359375), x))
+    p = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
+    p = fma(p, r, np.float32(8.3334519073e-3))
+    p = fma(p, r, np.float32(4.1665795894e-2))
+    p = fma(p, r, np.float32(1.6666665459e-1))
+    p = fma(p, r, np.float32(5.0000001201e-1))
+    p = fma(p * r, r, r) + np.float32(1.0)
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
@@ -202,7 +215,7 @@ def byte_product(
             made[r * stride + o] *= factors[o]
 
 
-@njit(fastmath=FAST)
+@njit
 def settle(y: int, bias: int, rows: int, begin: int, end: int, stride: int, is_wide: int) -> None:
     """Add the bias, if any, and round."""
     stay_apart()
@@ -216,7 +229,7 @@ def settle(y: int, bias: int, rows: int, begin: int, end: int, stride: int, is_w
             values[r * stride + o] = rounded(value, is_wide)
 
 
-@njit(fastmath=FAST)
+@njit
 def add(hidden: int, y: int, rows: int, begin: int, end: int, size: int, is_wide: int) -> None:
     """hidden += y, both of R rows, outputs [begin, end)."""
     stay_apart()
@@ -226,21 +239,22 @@ def add(hidden: int, y: int, rows: int, begin: int, end: int, size: int, is_wide
             h[o] = rounded(h[o] + rounded(made[o], is_wide), is_wide)
 
 
-@njit(fastmath=FAST, error_model="numpy")
+@njit(error_model="numpy")
 def norm(x: int, weight: int, y: int, rows: int, size: int, eps: float, is_wide: int) -> None:
     """y = x / sqrt(mean(x^2) + eps) * weight, row by row."""
     stay_apart()
     for r in range(rows):
         source, made, w = floats(x + 4 * r * size), floats(y + 4 * r * size), floats(weight)
-        total = np.float32(0)
-        for i in range(size):
-            total += source[i] * source[i]
+        whole = size // LANES * LANES
+        total = squares_of_block(x + 4 * r * size, whole) if whole else np.float32(0)
+        for i in range(whole, size):
+            total = fma(source[i], source[i], total)
         inverse = np.float32(1) / np.float32(math.sqrt(total / np.float32(size) + eps))
         for i in range(size):
             made[i] = rounded(rounded(source[i] * inverse, is_wide) * w[i], is_wide)
 
 
-@njit(fastmath=FAST)
+@njit
 def rotate(x: int, cos: int, sin: int, width: int, is_wide: int) -> None:
     """x * cos + (-x2, x1) * sin, in place: the rotary embedding of one head at one position."""
     stay_apart()
@@ -252,7 +266,7 @@ def rotate(x: int, cos: int, sin: int, width: int, is_wide: int) -> None:
         v[i + half] = rounded(rounded(b * c[i + half], is_wide) + rounded(a * s[i + half], is_wide), is_wide)
 
 
-@njit(fastmath=FAST)
+@njit
 def copy(x: int, y: int, count: int) -> None:
     """y = x."""
     source, made = floats(x), floats(y)
@@ -314,12 +328,12 @@ def weigh(p: int, values: int, y: int, count: int, p_stride: int, width: int, li
                 _sums(x, v, made, count, p_stride, width, rows)
 
 
-@njit(fastmath=FAST)
+@njit
 def add_slot(y: int, weight: float, values: int, width: int, is_wide_cache: int) -> None:
     """y += weight * value of one slot."""
     made, wide, short = floats(y), floats(values), shorts(values)
     for i in range(width):
-        made[i] += weight * (wide[i] if is_wide_cache else widened(short[i]))
+        made[i] = fma(weight, wide[i] if is_wide_cache else widened(short[i]), made[i])
 
 
 @njit
@@ -341,18 +355,20 @@ def mass(logits: int, count: int, top: float) -> Any:
     return total
 
 
-@njit(fastmath=FAST)
+@njit
 def powers(scores: int, count: int, scale: float) -> Any:
     """scores = e^(scale * (scores - their largest)), in place; returns their sum: a softmax, but for a division."""
     s = floats(scores)
-    top, total = largest(scores, count), np.float32(0)
+    top, whole = largest(scores, count), count // LANES * LANES
     for t in range(count):
         s[t] = exp(scale * (s[t] - top))
+    total = sum_of_block(scores, whole) if whole else np.float32(0)
+    for t in range(whole, count):
         total += s[t]
     return total
 
 
-@njit(fastmath=FAST)
+@njit
 def multiply(y: int, factor: float, count: int) -> None:
     """y *= factor."""
     made = floats(y)
@@ -360,7 +376,7 @@ def multiply(y: int, factor: float, count: int) -> None:
         made[i] *= factor
 
 
-@njit(fastmath=FAST, error_model="numpy")  # a test for a zero divisor would keep the loop scalar
+@njit(error_model="numpy")  # a test for a zero divisor would keep the loop scalar
 def activate(made: int, active: int, rows: int, begin: int, end: int, mlp: int, is_wide: int) -> None:
     """silu(gate) * up, from gate and up side by side in ``made``."""
     stay_apart()

@@ -281,3 +281,20 @@ def test_edited_weights_are_used(is_replaced):
     fresh = run(Target(target.base), KVCache(6, 50), tokens, 0)
     assert torch.equal(after, fresh)
     assert not torch.equal(after, before)
+
+
+def test_no_order_of_sums_is_left_to_the_compiler():
+    """What the target computes must have the same bits in every kernel it is compiled into, and on the next start."""
+    if dispatch.implementation("cpu") != "cpu":
+        pytest.skip("there are no kernels on this CPU")
+    from selfspec.kernels import cpu_attention, cpu_layers, cpu_math
+
+    compiled = {
+        f"{module.__name__}.{name}": function.targetoptions.get("fastmath")
+        for module in (cpu_math, cpu_layers, cpu_attention)
+        for name, function in vars(module).items()
+        if hasattr(function, "targetoptions")
+    }
+    assert len(compiled) > 15
+    guesses = {"selfspec.kernels.cpu_math.mass"}  # how likely a draft is: nothing of the text hangs on it
+    assert {name for name, flags in compiled.items() if flags} == guesses
