@@ -12,7 +12,7 @@ from selfspec.eval.config import EvalConfig
 from selfspec.eval.summary import summarise
 
 ROOT = Path(__file__).parent.parent
-RESULTS = "docs/results/spec_bench_cpu_bf16/results.json"
+RESULTS = "docs/results/spec_bench_cpu_lookup/results.json"
 
 
 @pytest.mark.skipif(not (ROOT / RESULTS).is_file(), reason="nothing measured yet")
