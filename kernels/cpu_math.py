@@ -115,10 +115,17 @@ def share(count: int, thread: int, num_threads: int) -> tuple[int, int]:
     return begin * BLOCK, count if thread == num_threads - 1 else end * BLOCK
 
 
+def named(function: Any, name: str) -> Any:
+    """``function`` compiled under a ``name`` of its own: by name alone do kernels from disk, each compiled in another
+    process, know their parts from each other's.
+    """
+    function.__qualname__ = name
+    return njit(function)
+
+
 def _dots_of(kind: int) -> Any:
     """`dot_block` for 1 to MAX_ROWS rows."""
 
-    @njit
     def dots(x: int, w: int, y: int, size: int, stride: int, rows: int) -> None:
         stay_apart()
         if rows == 1:
@@ -138,7 +145,7 @@ def _dots_of(kind: int) -> Any:
         else:
             dot_block(x, w, y, size, stride, 8, kind)
 
-    return dots
+    return named(dots, f"dots_{kind}")
 
 
 _mixed_dots, _wide_dots = _dots_of(MIXED), _dots_of(WIDE)
@@ -288,7 +295,6 @@ def keep(x: int, cache: int, place: int, width: int, is_wide_cache: int) -> None
 def _sums_of(is_wide: int, num_vectors: int) -> Any:
     """`sum_block` for 1 to 6 rows."""
 
-    @njit
     def sums(p: int, values: int, y: int, count: int, p_stride: int, width: int, rows: int) -> None:
         stay_apart()
         if rows == 1:
@@ -304,7 +310,7 @@ def _sums_of(is_wide: int, num_vectors: int) -> Any:
         else:
             sum_block(p, values, y, count, p_stride, width, 6, is_wide, num_vectors)
 
-    return sums
+    return named(sums, f"sums_{is_wide}_{num_vectors}")
 
 
 _sums, _wide_sums = _sums_of(0, 1), _sums_of(1, 1)

@@ -296,5 +296,8 @@ def test_no_order_of_sums_is_left_to_the_compiler():
         if hasattr(function, "targetoptions")
     }
     assert len(compiled) > 15
+    functions = {id(f): f.py_func for m in (cpu_math, cpu_layers) for f in vars(m).values() if hasattr(f, "py_func")}
+    names = [(f.__module__, f.__qualname__) for f in functions.values()]
+    assert len(names) == len({*names})  # kernels from disk know their parts by these
     guesses = {"selfspec.kernels.cpu_math.mass"}  # how likely a draft is: nothing of the text hangs on it
     assert {name for name, flags in compiled.items() if flags} == guesses
