@@ -65,15 +65,9 @@ class FusedDraft:
             confidence=(head.confidence.weight.detach().float()[0].contiguous(), head.confidence.bias.detach().float()),
         )
         return module.DraftCall(
-            parts,
-            draft_len,
-            kernels.num_threads(),
-            min_confidence,
-            self.draft_width,
-            min_branch,
-            eos_ids,
+            parts, draft_len, kernels.num_threads(), min_confidence, self.draft_width, min_branch, eos_ids,
             self.most_looked,
-        )
+        )  # fmt: skip
 
     def draft(self, state: "DecodeState", num_drafts: int, looked: Sequence[int] = ()) -> tuple[Draft, bool] | None:
         """At most ``num_drafts`` tokens behind ``state``'s last one, and whether the head's logits were not finite.
