@@ -102,7 +102,7 @@ class DraftCall:
         self._again = torch.empty(2 * size) if head.is_recursive and not head.is_one_pass else None
         self._tokens, self._tops = np.zeros(most + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
         self._trunks, self._branches = np.zeros(most + 1, dtype=np.int64), np.zeros(2 * most, dtype=np.int64)
-        self._noise, self._factor = np.zeros((draft_len, 2), dtype=np.int64), np.ones(4, dtype=np.float32)
+        self._noise, self._factor = np.zeros((draft_len, 2), dtype=np.int64), np.ones(5, dtype=np.float32)
         self._record_noise = (self._noise.ctypes.data, self._factor.ctypes.data)
         self._sees, self._parents = np.zeros((most + 1, most + 1), np.uint8), np.zeros(most + 1, dtype=np.int64)
         self._looked = np.zeros(max(most_looked, 1), dtype=np.int64)
@@ -148,12 +148,13 @@ class DraftCall:
     def __call__(
         self, trunks: Sequence[LayerCall], blocks: Sequence[LayerCall], token: int, position: int, seen: int,
         last_position: int, num_drafts: int, noise: Sequence[tuple[int, int]] = (),
-        sampling: Sequence[float] = (1, 0, 1, 0), looked: Sequence[int] = (),
+        sampling: Sequence[float] = (1, 0, 1, 0, 1), looked: Sequence[int] = (),
     ) -> Drafted:  # fmt: skip
         """Draft behind ``token`` at ``position``; the block has seen ``seen`` positions.
 
         ``noise`` are `noise_reference`'s keys of each draft's position, ``sampling`` the temperature, top-k (0: all),
-        top-p and min-p to draw with; no noise is greedy. ``looked`` are tokens that may follow as well.
+        top-p and min-p to draw with and the noise's scale; no noise is greedy. ``looked`` are tokens that may follow as
+        well.
 
         A chain with nothing beside it takes one trunk, of one row, other drafts trunks of 1, 2, ... rows; one from one
         pass one block of M + K - 1 rows, others two, of M rows and of one.
@@ -168,7 +169,7 @@ class DraftCall:
         record[w.NOISE], record[w.FACTOR] = self._record_noise if noise else (0, 0)
         if noise:
             self._noise[: len(noise)] = noise
-            self._factor[:] = 1 / sampling[0], *sampling[1:]
+            self._factor[:] = 1 / sampling[0], *sampling[1:4], sampling[0] * sampling[4]
         call(self._function, self._address, self.threads)
         rows, tops = 1 + int(record[w.NUM_NODES]), self._tops[: int(record[w.NUM_DRAWN])].tolist()
         tokens, parents = self._tokens[1:rows].tolist(), self._parents[1:rows].tolist()

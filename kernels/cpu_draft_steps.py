@@ -173,7 +173,7 @@ def _multiply(
 
 @njit
 def _add_noise(d: Any, logits: int, step: int, begin: int, end: int, team: int) -> None:
-    """What the target's own token of this position will be drawn with, where it is drawn; then all wait."""
+    """What guesses at the target's own token of this position, where that is drawn; then all wait."""
     if d[NOISE]:
         keys, settings = cm.words(d[NOISE] + 16 * step), cm.floats(d[FACTOR])
         filters, floor = cm.floats(d[FACTOR] + 4), np.float32(-np.inf)
@@ -182,7 +182,7 @@ def _add_noise(d: Any, logits: int, step: int, begin: int, end: int, team: int) 
             count = d[NUM_VOCAB]
             floor = cpu_noise.floor_of(logits, count, cm.largest(logits, count), settings[0], filters)
             wait(team)  # before any of them changes
-        cpu_noise.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], settings[0], floor)
+        cpu_noise.add_noise(logits, d[VOCAB_IDS], begin, end, keys[0], keys[1], settings[4], floor)
     wait(team)
 
 

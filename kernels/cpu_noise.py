@@ -82,8 +82,8 @@ def floor_of(logits: int, count: int, top: float, factor: float, filters: Any) -
 
 
 @njit(fastmath=cm.FAST)
-def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, factor: float, floor: float) -> None:
-    """logits = logits * factor + Gumbel noise of `noise_reference`'s numbers at columns ``ids`` (0: their places).
+def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, scale: float, floor: float) -> None:
+    """logits = logits + scale * Gumbel noise of `noise_reference`'s numbers at columns ``ids`` (0: their places).
 
     Those below ``floor`` become the lowest of all.
     """
@@ -91,5 +91,5 @@ def add_noise(logits: int, ids: int, begin: int, end: int, low: int, high: int, 
     values, columns, first, second = cm.floats(logits), cm.words(ids), np.uint32(low), np.uint32(high)
     for i in range(begin, end):
         column = np.uint32(columns[i]) if ids else np.uint32(i)
-        noisy = values[i] * factor + gumbel(column, first, second)
+        noisy = values[i] + scale * gumbel(column, first, second)
         values[i] = np.float32(-3e38) if values[i] < floor else noisy  # NaN stays

@@ -100,7 +100,11 @@ class DeviceDrafter:
         head = self.head
         logits = head.logits(self.target, normed, before[-1][0] if before else None)  # [V_d]
         scores = self.draws.scores(logits[None, None])
-        stream = DRAFT_STREAM if self.kind.rule == "rejection" else TARGET_STREAM
+        stream, scale = DRAFT_STREAM, head.config.noise_scale
+        if self.kind.rule == "coupled":
+            stream = TARGET_STREAM
+            if scale < 1 and not self.kind.sampling.is_greedy:  # `guess_scores`, of probabilities
+                scores = (scores / scores.amax(-1, keepdim=True)) ** (1 / scale)
         token = self.draws.tokens(scores, (self.held.first + len(before) + 1)[None], stream, head.vocab_ids)
         chance = torch.where(torch.isfinite(logits.amax()), self._chance(normed), torch.nan)
         return token, chance, scores[0, 0]

@@ -17,7 +17,7 @@ from selfspec.fused_draft import FusedDraft
 from selfspec.kernels import dispatch
 from selfspec.lookup import Found, LookupDrafter, PromptLookup, chain, joined
 from selfspec.masks import tree_shape
-from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, logits_to_probs, uniform
+from selfspec.sampling import DRAFT_STREAM, TARGET_STREAM, argmax, draw, guess_scores, logits_to_probs, uniform
 from selfspec.stats import DecodeStats
 from selfspec.target import Target
 from selfspec.verify import Draft
@@ -216,11 +216,13 @@ class ChainDrafter:
             return Guess(self.exit_head.token_at(place), logits, None, *self._siblings(logits, place))
         q = self._distribution(logits, state, drafted)
         noise = self._noise(state, len(state.tokens) + len(drafted))
-        place = int(draw(q, noise))
-        # drawn by the rule `rejection` they would have to be judged by their own q each: there are none
-        shares = None if state.rule == "rejection" else q.log() if noise is None else (q / noise.log().neg()).log()
-        branches = () if shares is None else self._siblings(shares, place)
-        return Guess(self.exit_head.token_at(place), logits, q, *branches)
+        if state.rule == "rejection":  # siblings would have to be judged by their own q each: there are none
+            return Guess(self.exit_head.token_at(int(draw(q, noise))), logits, q)
+        scores = q.log()
+        if noise is not None:
+            scores = guess_scores(q, noise, state.sampling.temperature, self.exit_head.config.noise_scale)
+        place = int(argmax(scores))
+        return Guess(self.exit_head.token_at(place), logits, q, *self._siblings(scores, place))
 
     def _siblings(self, logits: Tensor, place: int) -> tuple[float, tuple[tuple[int, float], ...]]:
         """The share by ``logits`` [V_d] of the likeliest token, at ``place``, and the next tokens with theirs."""

@@ -52,6 +52,9 @@ class ExitConfig(BaseModel):
     min_confidence: float = Field(default=0.0, ge=0.0, le=1.0)
     draft_width: int = Field(default=1, ge=1)  # candidates a step where a row more costs little: the draft is a tree
     min_branch: float | None = Field(default=None, ge=0.0, le=1.0)  # chance that is worth a row; None: by machine
+    noise_scale: float = Field(
+        default=1.0, gt=0.0, le=1.0
+    )  # of the target's noise, that its drawn tokens are guessed with
     min_accepted: float = Field(default=0.05, ge=0.0)  # accepted drafts a cycle below which drafting pauses
 
     @field_validator("draft_vocab")

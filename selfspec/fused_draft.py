@@ -104,7 +104,8 @@ class FusedDraft:
             noise = [noise_reference.keys(state.seed, TARGET_STREAM, place) for place in places]
         made = kernel(
             trunks, blocks, state.tokens[-1], position, seen, trunk.last_position, num_drafts, noise,
-            (sampling.temperature or 1.0, sampling.top_k, sampling.top_p, sampling.min_p), looked,
+            (sampling.temperature or 1.0, sampling.top_k, sampling.top_p, sampling.min_p, head.config.noise_scale),
+            looked,
         )  # fmt: skip
         is_sound = [math.isfinite(top) for top in made.tops]
         is_broken, count = not all(is_sound), len(made.tops)

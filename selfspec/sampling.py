@@ -142,6 +142,16 @@ def draw(probs: Tensor, noise: Tensor | None) -> Tensor:
     return argmax(probs if noise is None else probs / noise.log().neg())
 
 
+def guess_scores(q: Tensor, noise: Tensor, temperature: float, noise_scale: float) -> Tensor:
+    """Scores [..., V] whose largest is the guess, by an exit's ``q`` [..., V], at what the target draws with ``noise``.
+
+    T (log q + c g), g = -log(-log u). With all of the noise, c = 1, it is what q itself would draw; but an exit knows
+    less than its target and is flatter, so that less noise, a draw at a lower temperature, agrees more often. In units
+    of logits, so that a softmax of them is a chance that can be trusted as the greedy one can.
+    """
+    return temperature * (q.log() - noise_scale * noise.log().neg().log())
+
+
 def draw_token(scores: Tensor, sampling: Sampling, seed: int, stream: int, position: int) -> int:
     """The token drawn from one row's `processed` ``scores`` [V]: the largest, or by the noise of ``position``.
 

@@ -17,7 +17,7 @@ PROMPT = torch.tensor([prompt_of(12)])
 def trained_exit(target: Target, **shape: Any) -> ExitHead:
     """An exit with bridge, recall and block that all have a say in what is drafted, most of it the state at the tap."""
     made = {"exit_layer": 2, "recall_layers": (3, 6), "num_steps": 3, "lora_rank": 4, "draft_len": 3, "min_accepted": 0,
-            "min_branch": 0}  # fmt: skip
+            "min_branch": 0, "noise_scale": 0.8}  # fmt: skip
     config = ExitConfig(**made | shape)
     adapter, generator = build_adapter(target, config), torch.Generator().manual_seed(3)
     size = target.hidden_size

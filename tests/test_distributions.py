@@ -219,7 +219,7 @@ def table_exit(vocab: tuple[int, ...]) -> SimpleNamespace:
         blocks=[],
         correction=None,
         recall_layers=(),
-        config=SimpleNamespace(min_accepted=0.0, min_branch=None),
+        config=SimpleNamespace(min_accepted=0.0, min_branch=None, noise_scale=1.0),
         token_at=lambda place: vocab[place],
         catch_up=lambda *_: None,
         states=lambda _target, _state, tap, steps: tap.expand(1, len(steps), 1),

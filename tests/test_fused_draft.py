@@ -164,6 +164,7 @@ def test_the_same_siblings(draft_len, width, stop, config):
 def test_the_same_drafts_where_tokens_are_drawn(draft_len, width, filters, config, monkeypatch):
     """With the noise of the target's own draws: tokens, siblings, text, but for a tie that rounds otherwise."""
     target, head = exit_of(**config)
+    head.config = head.config.model_copy(update={"noise_scale": 0.6})
     calls, draft = [], FusedDraft.draft
     monkeypatch.setattr(FusedDraft, "draft", lambda *args: calls.append(draft(*args)) or calls[-1])
     settings = {"sampling": Sampling(**{"temperature": 0.9, **filters}), "seed": 11, "width": width}

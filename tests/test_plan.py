@@ -13,6 +13,7 @@ from selfspec.training.confidence import fit_logistic
 from selfspec.training.config import load_train_config
 from selfspec.training.data import Row
 from selfspec.training.metrics import RowScores, calibration_error, walk_cycles
+from selfspec.training.noise_scale import SCALES, agreements
 from selfspec.training.plan import Costs, choose, predict
 from selfspec.training.run import train_on_rows
 from selfspec.training.scores import score_rows
@@ -122,6 +123,7 @@ def test_confidence_is_calibrated_and_drafting_planned(tmp_path: Path) -> None:
     done = train_on_rows(Target(build()), written_rows(build(), 200), config, tmp_path, VOCAB)
     assert 1 <= done.exit_head.config.draft_len <= 5
     assert done.metrics.speedup is not None
+    assert done.exit_head.config.noise_scale in SCALES
     assert done.exit_head.adapter is not None
     target = Target(build())
     student = Student(target, done.exit_head.adapter, done.exit_head.config)
@@ -131,6 +133,18 @@ def test_confidence_is_calibrated_and_drafting_planned(tmp_path: Path) -> None:
     share = np.array([row.is_right[0] for row in scores]).mean()
     assert abs(confidence - share) < 0.05  # 3.5 standard deviations of a share of 1,200 tokens
     assert 0.05 < share < 0.95
+
+
+def test_drawn_tokens_are_guessed_with_as_much_noise_as_an_exit_is_sharp() -> None:
+    """All of the noise where it knows what the target knows; half where it is half as sharp; others are never right."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 50, generator=generator)
+    for sharpness in (1, 2):
+        found = agreements((sharpness * logits).softmax(-1), logits, generator)
+        assert max(found, key=lambda scale: found[scale]) == 1 / sharpness
+        assert found[1 / sharpness] == 4000  # the same noise over the same scores
+    never = agreements(torch.zeros(4000, 50), logits, generator)
+    assert set(never.values()) == {0}
 
 
 def test_confidence_finds_a_signal_that_is_there() -> None:

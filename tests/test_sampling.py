@@ -25,6 +25,7 @@ from selfspec.sampling import (
     Sampling,
     argmax,
     draw,
+    guess_scores,
     logits_to_probs,
     require_finite,
     uniform,
@@ -78,6 +79,19 @@ def test_greedy_is_one_hot_at_the_first_largest() -> None:
         assert torch.equal(probs, expected)
         assert draw(probs, None).tolist() == [1, 0]
         assert draw(probs, torch.full((2, 4), 0.3)).tolist() == [1, 0]  # noise cannot move a one-hot
+
+
+def test_guesses_use_as_much_of_the_noise_as_they_are_told() -> None:
+    """All of it: what q itself draws, at any temperature; less: a draw of a sharper q."""
+    generator = torch.Generator().manual_seed(0)
+    logits, noise = torch.randn(500, 40, generator=generator) * 3, torch.rand(500, 40, generator=generator)
+    q = (logits / 0.7).softmax(-1)
+    assert torch.equal(guess_scores(q, noise, 0.7, 1.0).argmax(-1), draw(q, noise))
+    sharper = draw((logits / 0.35).softmax(-1), noise)
+    assert torch.equal(guess_scores(q, noise, 0.7, 0.5).argmax(-1), sharper)
+    assert not torch.equal(sharper, draw(q, noise))
+    barely = guess_scores(q, noise, 0.7, 1e-6).softmax(-1)  # in units of logits
+    torch.testing.assert_close(barely, logits.softmax(-1), rtol=1e-4, atol=1e-6)
 
 
 def test_ties() -> None:

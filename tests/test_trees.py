@@ -27,9 +27,9 @@ def _no_grad() -> Iterator[None]:
 
 def head_of(target: Target, form: str, **config: object) -> ExitHead:
     """An exit whose trained parts are the start, under which a good part of its guesses is right."""
-    made = ExitConfig(
-        exit_layer=2, form=form, num_steps=2, recall_layers=(4, 6), lora_rank=2, min_branch=0.01, **config
-    )  # fmt: skip
+    shape = {"exit_layer": 2, "num_steps": 2, "recall_layers": (4, 6), "lora_rank": 2, "min_branch": 0.01}
+    made = ExitConfig(form=form, **shape | config)  # type: ignore[arg-type]
+    torch.manual_seed(1)  # the bridge is drawn
     return ExitHead(target, "new", made, build_adapter(target, made))
 
 
@@ -77,7 +77,7 @@ def test_siblings_are_accepted_and_their_keys_move_into_place(monkeypatch: pytes
 def test_a_head_forgets_what_it_wrote_for_a_draft_that_a_sibling_replaced() -> None:
     """A chain's block has run over its own drafts: with the sibling's text it must see the sibling."""
     target = shallow_target_of("llama")
-    head = head_of(target, "chain")
+    head = head_of(target, "chain", recall_layers=())  # no more of the target is known later
     state = new_state(target, prompt_of(9), NUM_NEW)
     drafter = ChainDrafter(target, head, 3, 0.0, 4)
     drafter.pace.min_accepted = 0.0
@@ -86,15 +86,16 @@ def test_a_head_forgets_what_it_wrote_for_a_draft_that_a_sibling_replaced() -> N
     propose = drafter.propose
     drafter.propose = lambda s: seen.append(propose(s)) or seen[-1]  # type: ignore[method-assign]
     for _ in decode(target, drafter, state):
-        if len(seen) in (5, 9, 14):  # what would be drafted next, from the text alone
+        if len(seen) % 3 == 0:  # what would be drafted next, from the text alone
             again = new_state(target, list(state.tokens[:-1]), NUM_NEW)
+            again.max_length = state.max_length
             other = ChainDrafter(target, head, 3, 0.0, 4)
             other.pace.min_accepted = 0.0
             cycles = decode(target, other, again)
             next(cycles)
             if again.tokens == state.tokens:
                 fresh_drafts.append((len(seen), other.propose(again).tokens.tolist()))
-    assert len(fresh_drafts) >= 2
+    assert len(fresh_drafts) >= 10
     assert all(seen[number].tokens.tolist() == tokens for number, tokens in fresh_drafts if number < len(seen))
 
 

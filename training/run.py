@@ -31,6 +31,7 @@ from selfspec.training.keep_best import KeepBest
 from selfspec.training.kept_states import collect_cached
 from selfspec.training.layerskip import train_copy
 from selfspec.training.metrics import Metrics, calibration_error
+from selfspec.training.noise_scale import fit_noise_scale
 from selfspec.training.plan import choose, measure_costs, predict
 from selfspec.training.ranks import is_main, join, main_first, num_processes
 from selfspec.training.rows import describe_data, kept_states, load_rows
@@ -205,6 +206,7 @@ def train_on_rows(
             student = Student(target, adapter, exit_config)
         student.load_trained_state(keeper.best_state)
     summary["confidence_cross_entropy"] = round(fit_confidence(student, states, choosing, config), 4)
+    exit_config = exit_config.model_copy(update={"noise_scale": fit_noise_scale(student, choosing, config)})
     judged = score_rows(student, judging, config)
     metrics = replace(judged.metrics(), calibration_error=calibration_error(judged.greedy_rows))
     if student.is_chain and config.num_steps < RECORDED_STEPS:  # it drafts on behind the steps it was trained for
@@ -238,7 +240,14 @@ def load_start(target: Target, config: TrainConfig) -> ExitHead | None:
         raise ValueError(f"start: {config.trained_start} holds several exits, name one: {', '.join(found)}")
     (head,) = found.values()
     wanted, had = config.exit_config(target.num_layers, head.config.draft_vocab), head.config
-    chosen = {"draft_len", "min_confidence", "min_accepted", "draft_width", "min_branch"}  # after training
+    chosen = {
+        "draft_len",
+        "min_confidence",
+        "min_accepted",
+        "draft_width",
+        "min_branch",
+        "noise_scale",
+    }  # after training
     differing = set(_differing(had, wanted)) - chosen - grown(had, wanted)
     if differing:
         changed = (f"{name} {getattr(had, name)}, not {getattr(wanted, name)}" for name in sorted(differing))
