@@ -34,8 +34,8 @@ MAX_ROWS = 8 if HAS_MANY_REGISTERS else 6  # rows of x at once: as many sums as 
 MAX_SINGLE = 6  # rows up to which one row of the weight is streamed, not two
 MAX_LINES = 6  # rows of p at once
 
-_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
-_SUMS, _SHORTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+SUMS, SHORTS, WORDS = (ir.VectorType(kind, LANES) for kind in (F32, I16, I32))
 
 
 class _BFloat16(ir.types.Type):
@@ -51,7 +51,7 @@ class _BFloat16(ir.types.Type):
         return hash(_BFloat16)
 
 
-_PAIRED, _PAIRED_BITS = ir.VectorType(_BFloat16(), 2 * LANES), ir.VectorType(_I16, 2 * LANES)
+PAIRED, PAIRED_BITS = ir.VectorType(_BFloat16(), 2 * LANES), ir.VectorType(I16, 2 * LANES)
 
 
 @intrinsic
@@ -105,32 +105,32 @@ def _emit_sum(
     b: ir.IRBuilder, p: Any, values: Any, y: Any, count: Any, p_stride: Any, width: Any, rows: int, kind: int,
     num_vectors: int,
 ) -> None:  # fmt: skip
-    p, y = b.inttoptr(p, _F32.as_pointer()), b.inttoptr(y, _F32.as_pointer())
-    values = b.inttoptr(values, (_F32 if kind == WIDE else _I16).as_pointer())
+    p, y = b.inttoptr(p, F32.as_pointer()), b.inttoptr(y, F32.as_pointer())
+    values = b.inttoptr(values, (F32 if kind == WIDE else I16).as_pointer())
     before, loop, done = b.block, b.append_basic_block("t"), b.append_basic_block("done")
     b.branch(loop)
     b.position_at_end(loop)
-    t = b.phi(_I64)
-    t.add_incoming(_I64(0), before)
-    sums = [[b.phi(_SUMS) for _ in range(num_vectors)] for _ in range(rows)]
+    t = b.phi(I64)
+    t.add_incoming(I64(0), before)
+    sums = [[b.phi(SUMS) for _ in range(num_vectors)] for _ in range(rows)]
     slot = b.mul(t, width)
-    vectors = [_streamed(b, b.gep(values, [b.add(slot, _I64(LANES * i))]), kind) for i in range(num_vectors)]
-    spread = ir.Constant(_WORDS, [0] * LANES)
+    vectors = [_streamed(b, b.gep(values, [b.add(slot, I64(LANES * i))]), kind) for i in range(num_vectors)]
+    spread = ir.Constant(WORDS, [0] * LANES)
     for r, row in enumerate(sums):
-        weight = b.load(b.gep(p, [b.add(t, b.mul(p_stride, _I64(r)))]))
-        single = b.insert_element(ir.Constant(_SUMS, ir.Undefined), weight, _I32(0))
+        weight = b.load(b.gep(p, [b.add(t, b.mul(p_stride, I64(r)))]))
+        single = b.insert_element(ir.Constant(SUMS, ir.Undefined), weight, I32(0))
         weights = b.shuffle_vector(single, single, spread)
         for held, v in zip(row, vectors, strict=True):
-            held.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), before)
+            held.add_incoming(ir.Constant(SUMS, [0.0] * LANES), before)
             held.add_incoming(_fma(b, v, weights, held), loop)
-    after = b.add(t, _I64(1))
+    after = b.add(t, I64(1))
     t.add_incoming(after, loop)
     b.cbranch(b.icmp_unsigned("<", after, count), loop, done)
     b.position_at_end(done)
     for r, row in enumerate(sums):
         for i, held in enumerate(row):
-            place = b.gep(y, [b.add(b.mul(width, _I64(r)), _I64(LANES * i))])
-            b.store(held.incomings[1][0], b.bitcast(place, _SUMS.as_pointer()), align=4)
+            place = b.gep(y, [b.add(b.mul(width, I64(r)), I64(LANES * i))])
+            b.store(held.incomings[1][0], b.bitcast(place, SUMS.as_pointer()), align=4)
 
 
 def _over_blocks(step: Any, join: Any, start: Any) -> Any:
@@ -141,15 +141,15 @@ def _over_blocks(step: Any, join: Any, start: Any) -> Any:
         del typing_context, values, count
 
         def codegen(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
-            place, before, loop = b.inttoptr(args[0], _F32.as_pointer()), b.block, b.append_basic_block("t")
+            place, before, loop = b.inttoptr(args[0], F32.as_pointer()), b.block, b.append_basic_block("t")
             done = b.append_basic_block("done")
             b.branch(loop)
             b.position_at_end(loop)
-            t, held = b.phi(_I64), b.phi(_SUMS)
-            t.add_incoming(_I64(0), before)
-            held.add_incoming(ir.Constant(_SUMS, [start] * LANES), before)
-            more = step(b, b.load(b.bitcast(b.gep(place, [t]), _SUMS.as_pointer()), align=4), held)
-            after = b.add(t, _I64(LANES))
+            t, held = b.phi(I64), b.phi(SUMS)
+            t.add_incoming(I64(0), before)
+            held.add_incoming(ir.Constant(SUMS, [start] * LANES), before)
+            more = step(b, b.load(b.bitcast(b.gep(place, [t]), SUMS.as_pointer()), align=4), held)
+            after = b.add(t, I64(LANES))
             t.add_incoming(after, loop)
             held.add_incoming(more, loop)
             b.cbranch(b.icmp_unsigned("<", after, args[1]), loop, done)
@@ -166,82 +166,87 @@ def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 
 def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride: Any, rows: int, kind: int) -> None:
-    is_paired, element = kind in (PAIRS, BYTES), {WIDE: _F32, BYTES: _I8}.get(kind, _I16)
-    x = b.inttoptr(x, (_I16 if is_paired else _F32).as_pointer())
-    y, weight = b.inttoptr(y, _F32.as_pointer()), b.inttoptr(weight, element.as_pointer())
+    is_paired, element = kind in (PAIRS, BYTES), {WIDE: F32, BYTES: I8}.get(kind, I16)
+    x = b.inttoptr(x, (I16 if is_paired else F32).as_pointer())
+    y, weight = b.inttoptr(y, F32.as_pointer()), b.inttoptr(weight, element.as_pointer())
     tile = 2 if rows > MAX_SINGLE else 1  # weight rows at once, which share each load of x
     before, outer = b.block, b.append_basic_block("weight_row")
     inner, folded, done = b.append_basic_block("k"), b.append_basic_block("fold"), b.append_basic_block("done")
     b.branch(outer)
 
     b.position_at_end(outer)
-    j = b.phi(_I64)
-    j.add_incoming(_I64(0), before)
-    places = [b.gep(weight, [b.mul(b.add(j, _I64(i)), num_inputs)]) for i in range(tile)]
+    j = b.phi(I64)
+    j.add_incoming(I64(0), before)
+    places = [b.gep(weight, [b.mul(b.add(j, I64(i)), num_inputs)]) for i in range(tile)]
     b.branch(inner)
 
     b.position_at_end(inner)
-    k = b.phi(_I64)
-    k.add_incoming(_I64(0), outer)
-    sums = [[b.phi(_SUMS) for _ in range(tile)] for _ in range(rows)]
+    k = b.phi(I64)
+    k.add_incoming(I64(0), outer)
+    sums = [[b.phi(SUMS) for _ in range(tile)] for _ in range(rows)]
     weights = [_streamed(b, b.gep(place, [k]), kind) for place in places]
     for r, row in enumerate(sums):
-        place = b.gep(x, [b.add(k, b.mul(num_inputs, _I64(r)))])
-        values = _load_pairs(b, place) if is_paired else b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
+        place = b.gep(x, [b.add(k, b.mul(num_inputs, I64(r)))])
+        values = _load_pairs(b, place) if is_paired else b.load(b.bitcast(place, SUMS.as_pointer()), align=4)
         for held, w in zip(row, weights, strict=True):
-            held.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), outer)
-            held.add_incoming((_add_pairs if is_paired else _fma)(b, w, values, held), inner)
-    after = b.add(k, _I64(STEP[kind]))
+            held.add_incoming(ir.Constant(SUMS, [0.0] * LANES), outer)
+            held.add_incoming((add_pairs if is_paired else _fma)(b, w, values, held), inner)
+    after = b.add(k, I64(STEP[kind]))
     k.add_incoming(after, inner)
     b.cbranch(b.icmp_unsigned("<", after, num_inputs), inner, folded)
 
     b.position_at_end(folded)
     for r, row in enumerate(sums):
         for i, held in enumerate(row):
-            place = b.gep(y, [b.add(b.add(j, _I64(i)), b.mul(stride, _I64(r)))])
+            place = b.gep(y, [b.add(b.add(j, I64(i)), b.mul(stride, I64(r)))])
             b.store(_folded(b, held.incomings[1][0]), place)
-    following = b.add(j, _I64(tile))
+    following = b.add(j, I64(tile))
     j.add_incoming(following, folded)
-    b.cbranch(b.icmp_unsigned("<", following, _I64(BLOCK)), outer, done)
+    b.cbranch(b.icmp_unsigned("<", following, I64(BLOCK)), outer, done)
     b.position_at_end(done)
 
 
 def _streamed(b: ir.IRBuilder, place: Any, kind: int) -> Any:
     """16 weights as float32, or 32 in bfloat16; those some kB further on their way into the cache."""
-    prefetch_type = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(b.module, prefetch_type, "llvm.prefetch.p0")
     for line in range(2 if kind == WIDE else 1):  # of 64 bytes
-        ahead = b.gep(place, [_I64((AHEAD[kind] + 64 * line) // WIDTHS[kind])])
-        b.call(prefetch, [b.bitcast(ahead, ir.IntType(8).as_pointer()), _I32(0), _I32(3), _I32(1)])
+        prefetch(b, b.gep(place, [I64((AHEAD[kind] + 64 * line) // WIDTHS[kind])]))
     if kind == PAIRS:
         return _load_pairs(b, place)
     if kind == BYTES:
-        signed = b.load(b.bitcast(place, ir.VectorType(_I8, 2 * LANES).as_pointer()), align=1)
-        return b.fptrunc(b.sitofp(signed, ir.VectorType(_F32, 2 * LANES)), _PAIRED)
+        signed = b.load(b.bitcast(place, ir.VectorType(I8, 2 * LANES).as_pointer()), align=1)
+        return b.fptrunc(b.sitofp(signed, ir.VectorType(F32, 2 * LANES)), PAIRED)
     if kind == WIDE:
-        return b.load(b.bitcast(place, _SUMS.as_pointer()), align=4)
-    shorts = b.load(b.bitcast(place, _SHORTS.as_pointer()), align=2)
-    return b.bitcast(b.shl(b.zext(shorts, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _SUMS)
+        return b.load(b.bitcast(place, SUMS.as_pointer()), align=4)
+    shorts = b.load(b.bitcast(place, SHORTS.as_pointer()), align=2)
+    return b.bitcast(b.shl(b.zext(shorts, WORDS), ir.Constant(WORDS, [16] * LANES)), SUMS)
+
+
+def prefetch(b: ir.IRBuilder, place: Any) -> None:
+    """Ask for what lies at ``place``, which need not exist."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [b.bitcast(place, ir.IntType(8).as_pointer()), I32(0), I32(3), I32(1)])
 
 
 def _load_pairs(b: ir.IRBuilder, place: Any) -> Any:
-    return b.bitcast(b.load(b.bitcast(place, _PAIRED_BITS.as_pointer()), align=2), _PAIRED)
+    return b.bitcast(b.load(b.bitcast(place, PAIRED_BITS.as_pointer()), align=2), PAIRED)
 
 
-def _add_pairs(b: ir.IRBuilder, w: Any, x: Any, total: Any) -> Any:
+def add_pairs(b: ir.IRBuilder, w: Any, x: Any, total: Any) -> Any:
     """total[i] + w[2 i] x[2 i] + w[2 i + 1] x[2 i + 1]."""
-    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRED, _PAIRED])
+    kind = ir.FunctionType(SUMS, [SUMS, PAIRED, PAIRED])
     return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"), [total, w, x])
 
 
 def _fma(b: ir.IRBuilder, a: Any, c: Any, total: Any) -> Any:
-    kind = ir.FunctionType(_SUMS, [_SUMS] * 3)
+    kind = ir.FunctionType(SUMS, [SUMS] * 3)
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{LANES}f32"), [a, c, total])
 
 
-def _pick(b: ir.IRBuilder, first: Any, second: Any, lanes: Any) -> Any:
+def pick(b: ir.IRBuilder, first: Any, second: Any, lanes: Any) -> Any:
+    """Lanes of two vectors, put together."""
     picked = list(lanes)
-    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, len(picked)), picked))
+    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(picked)), picked))
 
 
 def _folded(b: ir.IRBuilder, total: Any, join: Any = ir.IRBuilder.fadd) -> Any:
@@ -249,8 +254,8 @@ def _folded(b: ir.IRBuilder, total: Any, join: Any = ir.IRBuilder.fadd) -> Any:
     width = LANES
     while width > 1:
         width //= 2
-        total = join(b, _pick(b, total, total, range(width)), _pick(b, total, total, range(width, 2 * width)))
-    return b.extract_element(total, _I32(0))
+        total = join(b, pick(b, total, total, range(width)), pick(b, total, total, range(width, 2 * width)))
+    return b.extract_element(total, I32(0))
 
 
 # of the float32 values at an address, whose count is a multiple of 16 and no less: LLVM leaves a maximum scalar, and

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from . import cpu_math as cm
 from .cpu_dot import BLOCK, HAS_PAIRS, LANES, MAX_ROWS, PAIRS
+from .cpu_pairs import COLUMNS, SLOTS, score, weigh
 
 # the words of a call: sizes and addresses (0: none)
 NUM_WORDS = 27
@@ -99,15 +100,17 @@ def _attend(a: Any, q: int, made: int, scores: int, keys: int, values: int, long
     rows, first, width, is_wide = a[NUM_ROWS], a[FIRST], a[HEAD_WIDTH], a[IS_WIDE_CACHE]
     lines, element = a[HEADS] // a[GROUPS] * rows, 4 if is_wide else 2
     sees, s, out, scale = cm.octets(a[ANCESTORS]), cm.floats(scores), cm.floats(made), cm.floats(a[SCALARS])[0]
-    kind, wide = cm.kind_of(width, is_wide), 4
+    kind, sums = cm.kind_of(width, is_wide), scores + 4 * lines * longest
     if kind == PAIRS:
         cm.pack(q, made, lines * width)  # nothing is made yet
-        q, wide = made, 2
-    for t in range(0, first + rows, BLOCK):
-        for line in range(0, lines, MAX_ROWS):
-            cm.dots(q + wide * line * width, keys + element * t * width, scores + 4 * (line * longest + t), width,
-                    longest, min(lines - line, MAX_ROWS), kind)  # fmt: skip
-    totals = cm.floats(scores + 4 * lines * longest)
+        room = (sums + 4 * lines + 63) // 64 * 64  # at a line of the processor's cache
+        score(made, keys, scores, lines, first + rows, width, longest, room)
+    else:
+        for t in range(0, first + rows, BLOCK):
+            for line in range(0, lines, MAX_ROWS):
+                cm.dots(q + 4 * line * width, keys + element * t * width, scores + 4 * (line * longest + t), width,
+                        longest, min(lines - line, MAX_ROWS), kind)  # fmt: skip
+    totals = cm.floats(sums)
     for line in range(lines):
         row, begin = line % rows, line * longest
         count = begin + first
@@ -116,18 +119,22 @@ def _attend(a: Any, q: int, made: int, scores: int, keys: int, values: int, long
                 s[count] = s[begin + first + j]
                 count += 1
         totals[line] = cm.powers(scores + 4 * begin, count - begin, scale)
-    if first:
-        cm.weigh(scores, values, made, first, longest, width, lines, is_wide)
+    if kind == PAIRS and width % COLUMNS == 0:
+        weigh(scores, values, made, lines, first, rows, a[ANCESTORS], width, longest)
     else:
-        for i in range(lines * width):
-            out[i] = np.float32(0)
+        if first:
+            cm.weigh(scores, values, made, first, longest, width, lines, is_wide)
+        else:
+            for i in range(lines * width):
+                out[i] = np.float32(0)
+        for line in range(lines):
+            row, count = line % rows, line * longest + first
+            for j in range(row + 1):
+                if sees[row * rows + j]:
+                    value = values + element * (first + j) * width
+                    cm.add_slot(made + 4 * line * width, s[count], value, width, is_wide)
+                    count += 1
     for line in range(lines):
-        row, count = line % rows, line * longest + first
-        for j in range(row + 1):
-            if sees[row * rows + j]:
-                value = values + element * (first + j) * width
-                cm.add_slot(made + 4 * line * width, s[count], value, width, is_wide)
-                count += 1
         cm.multiply(made + 4 * line * width, np.float32(1) / totals[line], width)
 
 
@@ -138,7 +145,7 @@ def _attention(a: Any, w: Any, qkv: int, attended: int, private: int, group: int
     per_group, element = heads // groups, 4 if a[IS_WIDE_CACHE] else 2
     made = private + 4 * rows * per_group * width
     scores = made + 4 * rows * per_group * width
-    longest = (a[FIRST] + rows + BLOCK - 1) // BLOCK * BLOCK  # scores are made eight slots at a time
+    longest = (a[FIRST] + rows + SLOTS - 1) // SLOTS * SLOTS  # scores are made 8 or 32 slots at a time
     for h in range(per_group):
         for r in range(rows):
             head = qkv + 4 * (r * (heads + 2 * groups) + group * per_group + h) * width
@@ -330,7 +337,7 @@ class LayerCall:
         self.rows, self.threads = rows, num_threads()
         shared = rows * (2 * (heads + groups) * width + 3 * max(shape.mlp_width, size))
         private = rows * max(size, shape.mlp_width, heads * width) // 2 + rows * size
-        private += rows * heads // groups * (2 * width + capacity + BLOCK)
+        private += rows * heads // groups * (2 * width + capacity + SLOTS) + LANES * (width + 1)
         private = -(-private // LANES) * LANES  # each thread's begins where a line of the processor's cache does
         self._states, self._shared = torch.empty(1, rows, size), torch.empty(shared)
         self._private, self._places = torch.empty(self.threads, private), np.zeros(rows, dtype=np.int64)

@@ -13,7 +13,8 @@ from tests.conftest import build_model, prompt_of
 
 pytest.importorskip("numba")
 DTYPES = [torch.bfloat16, torch.float32]
-FUSED = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 32}, "mistral": {"head_dim": 16, "sliding_window": None}}
+FUSED = {"llama": {}, "qwen2": {"head_dim": 64}, "qwen3": {"head_dim": 32},
+         "mistral": {"head_dim": 16, "sliding_window": None}}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +80,8 @@ def test_many_rows_of_bfloat16_are_rounded_once():
 # ---- whole layers -------------------------------------------------------------------------------------------------
 
 
-def fused_target(family: str, dtype: torch.dtype) -> Target:
-    target = Target(build_model(family, dtype, hidden_size=64, intermediate_size=112, **FUSED[family]))
+def fused_target(family: str, dtype: torch.dtype, **sizes: int) -> Target:
+    target = Target(build_model(family, dtype, hidden_size=64, intermediate_size=112, **FUSED[family] | sizes))
     assert target.fused.is_in_use
     return target
 
@@ -161,10 +162,11 @@ def test_fused_layers_are_the_familys_own(family, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_do_not_depend_on_how_tokens_are_grouped(dtype, threads):
+@pytest.mark.parametrize(("threads", "width"), [(1, 16), (2, 16), (1, 32), (1, 64), (2, 128)])
+def test_a_rows_bits_do_not_depend_on_how_tokens_are_grouped(dtype, threads, width):
     """One at a time, in chains of any length, as a branch of a tree, with whatever lay in unwritten slots."""
-    target, tokens, before = fused_target("llama", dtype), prompt_of(30), torch.get_num_threads()
+    target, tokens = fused_target("llama", dtype, head_dim=width), prompt_of(30)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         cache = KVCache(target.num_layers, 50)
@@ -172,7 +174,7 @@ def test_a_rows_bits_do_not_depend_on_how_tokens_are_grouped(dtype, threads):
         for sizes in ((30,), (7, 1, 2, 20), (13, 17)):
             cache, made, first = KVCache(target.num_layers, 50 + len(sizes)), [], 0
             for layer in range(target.num_layers):
-                for held in cache.tensors(layer, one, 2, 16):
+                for held in cache.tensors(layer, one, 2, width):
                     held.fill_(float("nan"))
             for size in sizes:
                 made.append(run(target, cache, tokens[first : first + size], first))
@@ -181,6 +183,9 @@ def test_a_rows_bits_do_not_depend_on_how_tokens_are_grouped(dtype, threads):
         cache.rollback(28)
         branches = run(target, cache, [tokens[28], 5, tokens[29], 6], 28, [0, 0, 0, 1])
         assert torch.equal(branches[:, [0, 2]], one[:, 28:30])
+        cache.rollback(25)  # an odd prefix, so that the first row is the second of a pair
+        branches = run(target, cache, [tokens[25], 5, tokens[26], 6, tokens[27]], 25, [0, 0, 0, 1, 2])
+        assert torch.equal(branches[:, [0, 2, 4]], one[:, 25:28])
     finally:
         torch.set_num_threads(before)
 
@@ -287,16 +292,18 @@ def test_no_order_of_sums_is_left_to_the_compiler():
     """What the target computes must have the same bits in every kernel it is compiled into, and on the next start."""
     if dispatch.implementation("cpu") != "cpu":
         pytest.skip("there are no kernels on this CPU")
-    from selfspec.kernels import cpu_attention, cpu_layers, cpu_math
+    from selfspec.kernels import cpu_attention, cpu_layers, cpu_math, cpu_pairs
 
     compiled = {
         f"{module.__name__}.{name}": function.targetoptions.get("fastmath")
-        for module in (cpu_math, cpu_layers, cpu_attention)
+        for module in (cpu_math, cpu_layers, cpu_pairs, cpu_attention)
         for name, function in vars(module).items()
         if hasattr(function, "targetoptions")
     }
     assert len(compiled) > 15
-    functions = {id(f): f.py_func for m in (cpu_math, cpu_layers) for f in vars(m).values() if hasattr(f, "py_func")}
+    functions = {
+        id(f): f.py_func for m in (cpu_math, cpu_layers, cpu_pairs) for f in vars(m).values() if hasattr(f, "py_func")
+    }
     names = [(f.__module__, f.__qualname__) for f in functions.values()]
     assert len(names) == len({*names})  # kernels from disk know their parts by these
     guesses = {"selfspec.kernels.cpu_math.mass"}  # how likely a draft is: nothing of the text hangs on it
