@@ -25,6 +25,8 @@ BLOCK = 8  # weight rows at once
 MIXED, WIDE, PAIRS, BYTES = range(4)
 WIDTHS = {MIXED: 2, WIDE: 4, PAIRS: 2, BYTES: 1}  # bytes of a weight
 AHEAD = {MIXED: 2048, WIDE: 2048, PAIRS: 8192, BYTES: 4096}  # bytes of the weight asked for in advance
+# a model's weights are read once a pass and do not stay; an exit's, which cost least where they do, should
+LOCALITY = {MIXED: 3, WIDE: 3, PAIRS: 0, BYTES: 3}
 STEP = {MIXED: LANES, WIDE: LANES, PAIRS: 2 * LANES, BYTES: 2 * LANES}  # of k; K must be a multiple
 VECTORS = 4  # of 16 columns that `sum_block` takes at once, where a CPU has registers for them
 _is_host = config.CPU_NAME is None and config.CPU_FEATURES is None  # numba compiles for this very machine
@@ -209,7 +211,7 @@ def _emit(b: ir.IRBuilder, x: Any, weight: Any, y: Any, num_inputs: Any, stride:
 def _streamed(b: ir.IRBuilder, place: Any, kind: int) -> Any:
     """16 weights as float32, or 32 in bfloat16; those some kB further on their way into the cache."""
     for line in range(2 if kind == WIDE else 1):  # of 64 bytes
-        prefetch(b, b.gep(place, [I64((AHEAD[kind] + 64 * line) // WIDTHS[kind])]))
+        prefetch(b, b.gep(place, [I64((AHEAD[kind] + 64 * line) // WIDTHS[kind])]), LOCALITY[kind])
     if kind == PAIRS:
         return _load_pairs(b, place)
     if kind == BYTES:
@@ -221,11 +223,11 @@ def _streamed(b: ir.IRBuilder, place: Any, kind: int) -> Any:
     return b.bitcast(b.shl(b.zext(shorts, WORDS), ir.Constant(WORDS, [16] * LANES)), SUMS)
 
 
-def prefetch(b: ir.IRBuilder, place: Any) -> None:
-    """Ask for what lies at ``place``, which need not exist."""
+def prefetch(b: ir.IRBuilder, place: Any, locality: int = 3) -> None:
+    """Ask for what lies at ``place``, which need not exist; at ``locality`` 0 for this once, past the outer caches."""
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(function, [b.bitcast(place, ir.IntType(8).as_pointer()), I32(0), I32(3), I32(1)])
+    b.call(function, [b.bitcast(place, ir.IntType(8).as_pointer()), I32(0), I32(locality), I32(1)])
 
 
 def _load_pairs(b: ir.IRBuilder, place: Any) -> Any:
