@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cpu_math as cm
 from .cpu_dot import BLOCK, LANES, MAX_ROWS, MIXED, WIDE
-from .cpu_layers import call, compiled, num_threads, thread_number
+from .cpu_team import call, compiled, num_threads, thread_number
 
 MAX_LINES = 64  # of a group; with more, matrix products are quicker
 # the words of a call: addresses, sizes, strides in elements

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import cpu_draft_steps as w
 from .cpu_dot import BLOCK, BYTES, HAS_PAIRS, STEP
-from .cpu_layers import LayerCall, call
+from .cpu_layers import LayerCall
+from .cpu_team import call
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,15 @@ from .cpu_layers import (
     FIRST,
     HIDDEN,
     IS_WIDE,
-    LAYER_WORDS,
-    LAYERS,
     NUM_LAYERS,
     NUM_ROWS,
     NUM_THREADS,
     POSITIONS,
     SCALARS,
     SIZE,
-    compiled,
     run_layer,
-    thread_number,
-    wait,
 )
+from .cpu_team import compiled, thread_number, wait
 
 # the words of a call: prepared calls, addresses, sizes
 NUM_WORDS = 48
@@ -143,7 +139,7 @@ def _run_tree(d: Any, thread: int) -> None:
         a[FIRST] = d[POSITION]
     wait(a[NUM_THREADS])
     for number in range(a[NUM_LAYERS]):
-        run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+        run_layer(a, number, thread)
     if thread == 0:
         cm.copy(a[HIDDEN], d[TAPS], rows * size)
 
@@ -204,7 +200,7 @@ def _run_trunk(d: Any, a: Any, step: int, thread: int) -> None:
         a[FIRST] = d[POSITION] + step
     wait(a[NUM_THREADS])
     for number in range(a[NUM_LAYERS]):
-        run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+        run_layer(a, number, thread)
     if thread == 0:
         cm.copy(a[HIDDEN], d[TAPS] + 4 * step * size, rows * size)
 
@@ -213,7 +209,7 @@ def _run_trunk(d: Any, a: Any, step: int, thread: int) -> None:
 def _run_blocks(b: Any, thread: int) -> None:
     """The borrowed layers, on what the bridge made."""
     for number in range(b[NUM_LAYERS]):
-        run_layer(b, cm.words(b[LAYERS] + 8 * LAYER_WORDS * number), thread)
+        run_layer(b, number, thread)
 
 
 @njit

@@ -11,29 +11,26 @@ A team of threads shares each product; a barrier stands wherever one thread need
 Shapes: R rows, D hidden, H query heads, G key/value heads, W head width, F width of the MLP, S positions, T slots.
 """
 
-import ctypes
 import functools
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import njit
 from torch import Tensor
 
 from . import cpu_math as cm
 from .cpu_dot import BLOCK, HAS_PAIRS, LANES, MAX_ROWS, PAIRS
 from .cpu_pairs import COLUMNS, SLOTS, score, weigh
+from .cpu_team import call, compiled, num_threads, thread_number, wait
 
 # the words of a call: sizes and addresses (0: none)
-NUM_WORDS = 27
+NUM_WORDS = 29
 (NUM_LAYERS, LAYERS, NUM_ROWS, HIDDEN, FIRST, POSITIONS, ANCESTORS, SIZE, HEADS, GROUPS, HEAD_WIDTH, MLP_WIDTH, COS,
  SIN, SCALARS, IS_WIDE, CAPACITY, IS_WIDE_CACHE, SHARED, PRIVATE, PRIVATE_SIZE, NUM_THREADS, NOTES, FINAL_NORM, VOCAB,
- NUM_VOCAB, LOGITS) = range(NUM_WORDS)  # fmt: skip
+ NUM_VOCAB, LOGITS, NUM_TEXTS, TEXTS) = range(NUM_WORDS)  # fmt: skip
 # the words of a layer: addresses of weights in the model's dtype, norms and biases in float32 (0: none), its cache
 (NORM_1, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, NORM_2, GATE, UP, DOWN, KEYS,
  VALUES) = range(17)  # fmt: skip
@@ -41,16 +38,6 @@ LAYER_WORDS = 17
 WORTH_OF_A_ROW = (
     0.06 if HAS_PAIRS else 0.16
 )  # a row more costs .03 to .04 of a pass with pairs of bfloat16, else .1 to .15
-
-_barrier = types.ExternalFunction("GOMP_barrier", types.void())
-thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
-
-
-@njit
-def wait(team: int) -> None:
-    """Go on when every thread of the team is here."""
-    if team > 1:
-        _barrier()
 
 
 @njit
@@ -160,14 +147,38 @@ def _attention(a: Any, w: Any, qkv: int, attended: int, private: int, group: int
 
 
 @njit
+def _attend_all(a: Any, number: int, qkv: int, attended: int, private: int, thread: int) -> None:
+    """A thread's share of the groups of all texts of a call: each has rows, a cache and words of its own."""
+    heads, groups, width, team = a[HEADS], a[GROUPS], a[HEAD_WIDTH], a[NUM_THREADS]
+    turn = 0
+    for text in range(a[NUM_TEXTS]):
+        own = cm.words(cm.words(a[TEXTS])[text])
+        w = layer_words(own, number)
+        for group in range(groups):
+            if turn % team == thread:
+                _rotate_and_keep(own, w, qkv, group)
+                _attention(own, w, qkv, attended, private, group)
+            turn += 1
+        qkv += 4 * own[NUM_ROWS] * (heads + 2 * groups) * width
+        attended += 4 * own[NUM_ROWS] * heads * width
+
+
+@njit
+def layer_words(a: Any, number: int) -> Any:
+    """The words of a call's layer."""
+    return cm.words(a[LAYERS] + 8 * LAYER_WORDS * number)
+
+
+@njit
 def widest(a: Any) -> int:
     """The most inputs that a product of a call has."""
     return max(a[SIZE], a[MLP_WIDTH], a[HEADS] * a[HEAD_WIDTH])
 
 
 @njit
-def run_layer(a: Any, w: Any, thread: int) -> None:
-    """One thread's part of one layer; ``a`` are the words of the call, ``w`` those of the layer."""
+def run_layer(a: Any, number: int, thread: int) -> None:
+    """One thread's part of one layer; ``a`` are the words of the call."""
+    w = layer_words(a, number)
     rows, size, mlp, hidden, is_wide, team = a[NUM_ROWS], a[SIZE], a[MLP_WIDTH], a[HIDDEN], a[IS_WIDE], a[NUM_THREADS]
     num_q, eps = a[HEADS] * a[HEAD_WIDTH], cm.floats(a[SCALARS])[1]
     # shared by the team: q, k and v; what attention gives; outputs of a product; the MLP's activations
@@ -183,9 +194,7 @@ def run_layer(a: Any, w: Any, thread: int) -> None:
     cm.norm(hidden, w[NORM_1], normed, rows, size, eps, is_wide)
     _project(a, w, normed, qkv, room, thread)
     wait(team)
-    for group in range(thread, a[GROUPS], team):
-        _rotate_and_keep(a, w, qkv, group)
-        _attention(a, w, qkv, attended, own, group)
+    _attend_all(a, number, qkv, attended, own, thread)
     wait(team)
     begin, end = cm.share(size, thread, team)
     cm.product(attended, w[OUT], made, rows, num_q, size, begin, end, size, is_wide, room)
@@ -204,40 +213,12 @@ def run_layer(a: Any, w: Any, thread: int) -> None:
     wait(team)
 
 
-def _load_team() -> Any:
-    """Starts a team of threads, by GNU OpenMP as torch brought it, so that torch's own threads do the work.
-
-    None where torch runs on another library: then one thread works, and the names only stand for it.
-    """
-    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")):
-        llvmlite.binding.load_library_permanently(str(path))
-        return ctypes.CDLL(str(path)).GOMP_parallel
-    nothing = ctypes.cast(ctypes.pythonapi.Py_GetVersion, ctypes.c_void_p).value  # never called: any address will do
-    for name in ("GOMP_barrier", "omp_get_thread_num"):
-        llvmlite.binding.add_symbol(name, nothing)
-    return None
-
-
-_start_team = _load_team()
-
-
-def compiled(function: Callable[[int], None]) -> Any:
-    """``function`` as machine code; kept on disk, under a name that changes with the sources, where that can be."""
-    sources = sorted(Path(__file__).parent.glob("cpu_*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    function.__qualname__ = f"{function.__name__}_{digest}"
-    try:
-        return cfunc(types.void(types.int64), cache=True)(function)
-    except RuntimeError:  # nowhere to keep it
-        return cfunc(types.void(types.int64))(function)
-
-
 @compiled
 def _run_layers(call: int) -> None:
     a = cm.words(call)
     thread, team, rows, size = thread_number() if a[NUM_THREADS] > 1 else 0, a[NUM_THREADS], a[NUM_ROWS], a[SIZE]
     for number in range(a[NUM_LAYERS]):
-        run_layer(a, cm.words(a[LAYERS] + 8 * LAYER_WORDS * number), thread)
+        run_layer(a, number, thread)
         note = cm.words(a[NOTES])[number]
         if note and thread == 0:  # the next layer changes nothing before this thread has come to its first barrier
             cm.copy(a[HIDDEN], note, rows * size)
@@ -258,19 +239,6 @@ def _run_linear(call: int) -> None:
     begin, end = cm.share(count, thread, team)
     cm.product(x, weight, y, rows, size, count, begin, end, count, is_wide, a[9] + 2 * thread * rows * size)
     cm.settle(y, bias, rows, begin, end, count, is_wide)
-
-
-def num_threads() -> int:
-    """How many threads share a call: torch's setting, where they can be had."""
-    return 1 if _start_team is None else torch.get_num_threads()
-
-
-def call(function: Any, record: int, threads: int) -> None:
-    """Run compiled ``function`` on the words at the address ``record``, by so many threads."""
-    if threads > 1:
-        _start_team(ctypes.c_void_p(function.address), ctypes.c_void_p(record), threads, 0)
-    else:
-        function.ctypes(record)
 
 
 def takes(weight: Tensor) -> bool:
@@ -361,12 +329,19 @@ class LayerCall:
             NOTES: self._notes.ctypes.data,
         }.items():  # fmt: skip
             self._record[word] = value
-        self.address = self._record.ctypes.data
+        self.address, self.capacity = self._record.ctypes.data, capacity
+        self._texts: list[int] = []
+        self._hold([self])
 
     def begin(self, is_wide: bool, ancestors: Tensor | None = None) -> None:
         """Set the dtype, and who sees whom among the rows (None: a chain)."""
         self._sees = _chain(self.rows) if ancestors is None else ancestors.contiguous()
         self._record[IS_WIDE], self._record[ANCESTORS] = is_wide, self._sees.data_ptr()
+
+    def place(self, is_wide: bool, first: int, positions: Sequence[int], ancestors: Tensor | None = None) -> None:
+        """Set where the rows go: to the slots first, first + 1, ... and to ``positions`` of the tables."""
+        self.begin(is_wide, ancestors)
+        self._places[:], self._record[FIRST] = positions, first
 
     def __call__(
         self, hidden: Tensor, first: int, positions: Sequence[int], ancestors: Tensor | None = None,
@@ -378,12 +353,29 @@ class LayerCall:
         boolean, says who sees whom among them (None: a chain). Returns the states behind the last layer [1, R, D] in
         float32, which the next call overwrites; where there is a head, ``logits`` [1, R, V] in float32 are filled in.
         """
-        self.begin(hidden.dtype == torch.float32, ancestors)
+        self.place(hidden.dtype == torch.float32, first, positions, ancestors)
+        return self.run(hidden, [self], logits)
+
+    def run(self, hidden: Tensor, texts: "Sequence[LayerCall]", logits: Tensor | None = None) -> Tensor:
+        """The same with the rows of several texts side by side, for each the call that its rows are placed in.
+
+        Those are calls for as many rows as the text has, through the same layers, each with its own cache, whose
+        capacity must not exceed this one's.
+        """
+        if sum(text.rows for text in texts) != self.rows or any(text.capacity > self.capacity for text in texts):
+            raise ValueError(f"a call of {self.rows} rows and {self.capacity} slots does not hold these texts")
         self._states.copy_(hidden)
-        self._places[:] = positions
-        self._record[FIRST], self._record[LOGITS] = first, 0 if logits is None else logits.data_ptr()
+        self._record[LOGITS] = 0 if logits is None else logits.data_ptr()
+        self._hold(texts)
+        self._record[IS_WIDE] = hidden.dtype == torch.float32
         call(_run_layers, self.address, self.threads)
         return self._states
+
+    def _hold(self, texts: "Sequence[LayerCall]") -> None:
+        addresses = [text.address for text in texts]
+        if addresses != self._texts:
+            self._texts, self._text_words = addresses, np.array(addresses, dtype=np.int64)
+            self._record[NUM_TEXTS], self._record[TEXTS] = len(texts), self._text_words.ctypes.data
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from numba import njit
 from torch import Tensor
 
 from . import cpu_math as cm
-from .cpu_layers import call, compiled, num_threads, thread_number
 from .cpu_noise import above, gumbel
+from .cpu_team import call, compiled, num_threads, thread_number
 
 MEMBERS = 16  # columns of a class
 MAX_TOP_K = 256

@@ -135,6 +135,7 @@ app.command()(cli_measure.probe)
 app.command()(cli_kernels.kernels)
 app.command("bench-kernels")(cli_kernels.bench_kernels)
 app.command("bench-engine")(cli_kernels.bench_engine)
+app.command("bench-batch")(cli_kernels.bench_batch)
 app.command("bench-data")(cli_kernels.bench_data)
 
 

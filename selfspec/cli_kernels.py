@@ -1,4 +1,4 @@
-"""The sub-commands that look at parts alone: kernels, without a GPU, bench-kernels, bench-engine and bench-data."""
+"""The sub-commands that time parts alone: kernels, without a GPU, bench-kernels, -engine, -batch and -data."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from selfspec.cli_options import Device, Dtype, Model, Revision, mistakes_in_one_line
+from selfspec.cli_options import Device, Dtype, Exits, Model, Revision, mistakes_in_one_line, parse_exits
 from selfspec.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -118,6 +118,44 @@ def bench_engine(
         }  # fmt: skip
         write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         write_atomically(output / "cost.png", bench.plot(held))
+        Console(highlight=False, width=160).print(bench.table(held))
+        typer.echo(f"written to {output}")
+
+
+def bench_batch(
+    tasks: Annotated[str, typer.Argument(help="Prompts: a task or a jsonl file, as for eval.")] = "quick",
+    model: Model = None,
+    exits: Exits = None,
+    revision: Revision = None,
+    output: Annotated[Path, typer.Option(help="Folder of results.json.")] = Path("runs/bench-batch"),
+    sizes: Annotated[str, typer.Option(help="Batch sizes, as in 1,2,4.")] = "1,2,3,4,8,16,32",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each answers a batch; one more warms up.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Time batches, against the same prompts one by one and transformers' generate, and compare the texts."""
+    with mistakes_in_one_line():
+        import torch
+
+        from selfspec.eval import bench_batch as bench
+        from selfspec.model import EarlyExitModel
+        from selfspec.provenance import provenance
+
+        counts = [int(size) for size in sizes.split(",") if size.strip().isdigit() and int(size) > 0]
+        if len(counts) < len(sizes.split(",")):
+            raise ValueError(f"--sizes {sizes!r}: numbers from 1 on, as in 1,2,4")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place, kind = _where(output, device, dtype)
+        loaded = EarlyExitModel.from_pretrained(model, parse_exits(exits), revision, kind, place)
+        if loaded.tokenizer is None or loaded.tokenizer.chat_template is None:
+            raise ValueError(f"{loaded.target.name} has no chat template to ask with")
+        with Console(stderr=True).status("answering the same batches in turn"):
+            held = bench.run(loaded, tasks, counts, max_new_tokens, rounds)
+        held["provenance"] = provenance(place)
+        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         Console(highlight=False, width=160).print(bench.table(held))
         typer.echo(f"written to {output}")
 

@@ -6,7 +6,7 @@ through the model; rows 0 .. K of a pass are t_0 .. t_K at positions s .. s + K.
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from selfspec.cache import KVCache
 from selfspec.drafter import Drafter
 from selfspec.exits import ExitHead
+from selfspec.rows import Rows
 from selfspec.sampling import (
     ACCEPT_STREAM,
     RECOVER_STREAM,
@@ -71,6 +72,7 @@ class DecodeState:
     stats: DecodeStats = field(default_factory=DecodeStats)
     done: bool = False
     engine: "Engine | None" = None  # None: plain calls
+    room: int | None = None  # tokens that a draft may have where the pass is shared with other texts; None: alone
     recall: Tensor | None = None  # [1, 1, nD], deep states of position s - 1
     backlog: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # taps, recalls the block has not seen
 
@@ -78,6 +80,11 @@ class DecodeState:
     def num_remaining(self) -> int:
         """How many tokens may still be emitted."""
         return self.max_length - len(self.tokens)
+
+    @property
+    def most_drafted(self) -> int:
+        """How many tokens a draft may have; the target's own follows behind the last of them."""
+        return self.num_remaining - 1 if self.room is None else min(self.num_remaining - 1, self.room)
 
     def prefix(self, drafted: Sequence[int]) -> Tensor:
         """All token ids up to and including ``drafted`` ones, [S]."""
@@ -166,22 +173,48 @@ class Scored:
 
 def score(target: Target, state: DecodeState, draft: Draft, exit_head: ExitHead | None) -> Scored:
     """Run the rest of the stack on the last token and the draft: from the taps if there are any, else from layer 0."""
-    first = state.cache.lengths[target.num_layers - 1]
+    rows = rows_of(target, state, draft, exit_head)
+    return scored_of(target, rows, *rows.finish(target), draft, exit_head)
+
+
+def rows_of(target: Target, state: DecodeState, draft: Draft, exit_head: ExitHead | None) -> Rows:
+    """What `score` runs."""
     parents = None if draft.is_chain else [0, *draft.parents[0].tolist()]
     if draft.taps is not None:
         assert exit_head is not None
-        hidden = draft.taps[..., -target.hidden_size :]  # an exit's taps may be of several layers
-        scored = _run(target, state.cache, hidden, exit_head.exit_layer, first, exit_head, parents)
-        return replace(scored, taps=draft.taps)
-    root = torch.tensor([[state.tokens[-1]]], device=state.device)
-    hidden = _embed(target, torch.cat([root, draft.tokens], dim=1), first, parents)
-    return _run(target, state.cache, hidden, 0, first, exit_head, parents)
+        hidden, start = draft.taps[..., -target.hidden_size :], exit_head.exit_layer  # taps may be of several layers
+    else:
+        root = torch.tensor([[state.tokens[-1]]], device=state.device)
+        first = state.cache.lengths[target.num_layers - 1]
+        hidden, start = _embed(target, torch.cat([root, draft.tokens], dim=1), first, parents), 0
+    return Rows(hidden, start, state.cache, _depths(exit_head), parents)
+
+
+def scored_of(
+    target: Target, rows: Rows, logits: Tensor, states: dict[int, Tensor], draft: Draft, exit_head: ExitHead | None
+) -> Scored:
+    """What a pass has made of ``rows``: logits [1, R, V] and states [1, R, D] by depth."""
+    first = rows.cache.lengths[target.num_layers - 1] - rows.hidden.shape[1]
+    if exit_head is None:
+        return Scored(logits[0], first, None, None)
+    taps = draft.taps
+    if taps is None:
+        taps = torch.cat([states[layer] for layer in exit_head.tap_layers], dim=-1)
+    recalls = [states[layer] for layer in exit_head.recall_layers]
+    recalled = torch.cat(recalls, dim=-1) if recalls else None
+    return Scored(logits[0], first, taps, recalled, exit_head.slots(target))
+
+
+def _depths(exit_head: ExitHead | None) -> tuple[int, ...]:
+    return () if exit_head is None else (*exit_head.tap_layers, *exit_head.recall_layers)
 
 
 def prefill(target: Target, state: DecodeState, exit_head: ExitHead | None) -> Scored:
     """Run the prompt through the whole stack; logits of its last position."""
     ids = torch.tensor([state.tokens], device=state.device)
-    return _run(target, state.cache, target.embed(ids), 0, 0, exit_head, None, num_logits=1)
+    rows = Rows(target.embed(ids), 0, state.cache, _depths(exit_head))
+    made = target.finish(rows.hidden, 0, state.cache, rows.depths, num_logits=1)
+    return scored_of(target, rows, *made, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2), exit_head)
 
 
 def _embed(target: Target, tokens: Tensor, first: int, parents: list[int] | None) -> Tensor:
@@ -189,28 +222,6 @@ def _embed(target: Target, tokens: Tensor, first: int, parents: list[int] | None
     for parent in (parents or [])[1:]:
         depths.append(depths[parent] + 1)
     return target.embed(tokens, first, depths if parents else None)
-
-
-def _run(
-    target: Target,
-    cache: KVCache,
-    hidden: Tensor,
-    start: int,
-    first: int,
-    exit_head: ExitHead | None,
-    parents: list[int] | None,
-    num_logits: int | None = None,
-) -> Scored:
-    """Layers [start, L) and the logits; states at the exit layer and the recalled layers are kept."""
-    depths = () if exit_head is None else (*exit_head.tap_layers, *exit_head.recall_layers)
-    logits, states = target.finish(hidden, start, cache, depths, parents, num_logits)
-    logits = logits[0]
-    if exit_head is None:
-        return Scored(logits, first, None, None)
-    taps = [states[layer] for layer in exit_head.tap_layers if layer >= start]
-    recalls = [states[layer] for layer in exit_head.recall_layers]
-    recalled = torch.cat(recalls, dim=-1) if recalls else None
-    return Scored(logits, first, torch.cat(taps, dim=-1), recalled, exit_head.slots(target))
 
 
 def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:

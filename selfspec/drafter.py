@@ -121,12 +121,13 @@ class ChainDrafter:
 
     def propose(self, state: "DecodeState") -> Draft:
         """Draft up to k tokens; the taps of all rows, the last draft's included, go with them."""
-        num_drafts = min(self.draft_len, state.num_remaining - 1)
+        num_drafts = min(self.draft_len, state.most_drafted)
         if num_drafts < 1:
             return empty_draft(state.device)
         found = Found() if self.lookup is None else self.lookup.find(state.tokens, state.eos_ids)
-        found = found.cut(state.num_remaining - 1)
-        if not self.pace.pays(state.stats) or found.is_sure or self.is_broken:
+        found = found.cut(state.most_drafted)
+        is_alone = state.room is None  # rows of a shared pass are too dear to draft for
+        if not is_alone or not self.pace.pays(state.stats) or found.is_sure or self.is_broken:
             self.pace.pass_over()
             return chain(found.tokens, state.device)
         looked = self._beside(found, state)

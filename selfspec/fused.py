@@ -118,6 +118,33 @@ class FusedLayers:
         notes = call.notes.to(hidden.dtype, copy=True)
         return logits, dict(zip(depths, notes, strict=True))
 
+    def finish_together(
+        self, texts: Sequence[tuple[Tensor, KVCache, Sequence[int] | None]], slots: range, depths: Sequence[int]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]] | None:
+        """Rows [1, R, D], cache and parents of several texts through layers ``slots``, side by side.
+
+        Returns the logits of each, none before the last layer, and at each depth the states of each; None likewise.
+        """
+        head = self._head_weights() if slots.stop == self.target.num_layers else None
+        plans = [self._plan_for(self.target.layers[slots.start : slots.stop], h, slots, cache) for h, cache, _ in texts]
+        found = [plan for plan in plans if plan is not None]
+        if len(found) < len(texts) or (slots.stop == self.target.num_layers and head is None):
+            return None
+        if head is not None and found[0].shape.eps != head.eps:
+            return None
+        sizes, calls = [hidden.shape[1] for hidden, *_ in texts], []
+        for plan, (hidden, cache, parents) in zip(found, texts, strict=True):
+            calls.append(plan.call(hidden.shape[1]))
+            place = _placed(plan, hidden.shape[1], cache.lengths[slots.start], parents)
+            calls[-1].place(hidden.dtype == torch.float32, *place)
+        largest = max(range(len(texts)), key=lambda i: found[i].capacity)  # whose calls have room for all
+        call = found[largest].call(sum(sizes), tuple(depth - slots.start for depth in depths), head)
+        logits = None if head is None else texts[largest][1].logits_room(sum(sizes), len(head.vocabulary))
+        call.run(torch.cat([hidden for hidden, *_ in texts], dim=1), calls, logits)
+        notes = call.notes.to(texts[0][0].dtype, copy=True)
+        by_text = [] if logits is None else list(logits.split(sizes, dim=1))
+        return by_text, [note.split(sizes, dim=1) for note in notes]
+
     def _plan_for(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
         is_single = hidden.shape[0] == 1 and cache.pads is None
         if not is_single or hidden.shape[1] > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:

@@ -126,4 +126,4 @@ class LookupDrafter:
     def propose(self, state: "DecodeState") -> Draft:
         """What followed before; an empty draft where nothing did."""
         found = self.lookup.find(state.tokens, state.eos_ids)
-        return chain(found.tokens[: max(0, state.num_remaining - 1)], state.device)
+        return chain(found.tokens[: max(0, state.most_drafted)], state.device)

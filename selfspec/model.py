@@ -31,7 +31,7 @@ from selfspec.policy import Policies
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
 from selfspec.storage import check_name, fits, load_exits, save_exit, upload
-from selfspec.stream import Stream
+from selfspec.stream import Stream, run_together
 from selfspec.target import Target
 
 SHIPPED_EXITS = Path(__file__).parent / "exits_data" / "smollm2-135m"
@@ -150,7 +150,8 @@ class EarlyExitModel:
     ) -> GenerateOutput:
         """Generate as ``transformers.generate`` does, with the same text and in less time.
 
-        input_ids [B, S], padded on the left; sequences are decoded one after another, each as if it were alone.
+        input_ids [B, S], padded on the left; every sequence gets the text it would get alone. Where the CPU's kernels
+        run their passes are run together, else they are decoded one after another.
         ``kwargs`` are fields of a GenerationConfig (max_new_tokens, temperature, top_p, stop_strings, ...; a
         temperature > 0 samples without do_sample) and: ``draft`` (the exit's form, "lookup" or "off"); ``exit`` (name)
         or ``exit_layer``; ``cascade``, the name of an earlier exit that guesses ahead for it; ``draft_len``, the
@@ -191,19 +192,30 @@ class EarlyExitModel:
         ]  # all are checked before the first is decoded
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        stats, rows = DecodeStats(), []
+        stats, rows = DecodeStats(), list[list[int]]()
+        if len(each) > 1 and all(self._goes_together(*one) for one in each):
+            rows = run_together(self, each, stats)
+            each = []
         while each:  # a row's cache goes with it
             stream, tokens = Stream(self, *each.pop(0)), list[int]()
             for emission in stream:
                 tokens += emission.tokens
                 if streamer is not None:
                     streamer.put(torch.tensor(emission.tokens))
-            rows.append(torch.tensor(tokens))
+            rows.append(tokens)
             stats.add(stream.stats)
         if streamer is not None:
             streamer.end()
-        new = pad_sequence(rows, batch_first=True, padding_value=settings.pad_id(generation)).to(input_ids)
-        return GenerateOutput(torch.cat([input_ids, new], dim=1), stats)
+        new = [torch.tensor(row) for row in rows]
+        made = pad_sequence(new, batch_first=True, padding_value=settings.pad_id(generation)).to(input_ids)
+        return GenerateOutput(torch.cat([input_ids, made], dim=1), stats)
+
+    def _goes_together(self, drafter: Drafter, state: DecodeState) -> bool:
+        """Whether a text's passes may run with others': as plain calls, bit for bit what they are alone."""
+        is_kernel = self.target.fused.is_in_use and state.cache.width in (None, 1) and not state.cache.is_float8
+        # drafts are fewer then, which under `rejection` makes another text; processors may remember what they saw
+        is_alike = (state.rule == "coupled" or state.sampling.is_greedy) and not state.processors
+        return is_kernel and is_alike and not self.engine.takes(drafter, state)
 
     def stream(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> "Stream":
         """`generate` of one sequence as an iterator of `Emission`s, one a cycle; settings are checked here, work starts

@@ -1,7 +1,7 @@
 """A generation under way, cycle by cycle, with its clock."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import torch
 from selfspec.decode import DecodeState, decode
 from selfspec.drafter import DRAFTERS, Drafter
 from selfspec.stats import DecodeStats
+from selfspec.together import decode_together
 
 if TYPE_CHECKING:
     from selfspec.model import EarlyExitModel
@@ -81,16 +82,41 @@ class Stream(Iterator[Emission]):
             began = time.perf_counter()
 
 
+def run_together(
+    model: "EarlyExitModel", texts: Sequence[tuple[Drafter, DecodeState]], stats: DecodeStats
+) -> list[list[int]]:
+    """New tokens of several texts whose passes are run together; ``stats`` gets their counts and the time of all."""
+    tokens: list[list[int]] = [[] for _ in texts]
+    states = [state for _, state in texts]
+    with model.alone(), _naming_what_had_no_room(*states):
+        model.target.notice_changes()
+        began = time.perf_counter()
+        for number, emitted in decode_together(model.target, texts):
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            if tokens[number]:
+                stats.decode_seconds += seconds
+            else:
+                stats.prefill_seconds += seconds
+            tokens[number] += emitted
+    for state in states:
+        stats.add(state.stats)
+    return tokens
+
+
 @contextmanager
-def _naming_what_had_no_room(state: DecodeState) -> Iterator[None]:
+def _naming_what_had_no_room(*states: DecodeState) -> Iterator[None]:
     """MemoryError, in one line, in the place of what torch says at length."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
+        longest = max(states, key=lambda state: len(state.tokens))
+        fewer = "pass fewer prompts at once, " if len(states) > 1 else ""
+        size = sum(state.cache.num_bytes for state in states)
         raise MemoryError(
-            f"out of memory on {state.device} with a batch of 1 and {len(state.tokens)} of {state.max_length} tokens; "
-            f"the cache takes {state.cache.num_bytes / 2**20:.0f} MiB: lower max_new_tokens, shorten the prompt, or "
+            f"out of memory on {longest.device} with a batch of {len(states)} and {len(longest.tokens)} of "
+            f"{longest.max_length} tokens; "
+            f"the cache takes {size / 2**20:.0f} MiB: {fewer}lower max_new_tokens, shorten the prompt, or "
             "load the model in fewer bits"
         ) from error

@@ -241,7 +241,7 @@ class Target:
         is_exact = cache.width is not None and slots.start < self.num_layers and num_rows <= cache.width
         if is_exact:
             hidden = pad_rows(hidden, cache.width)
-        calls = self._open(hidden, slots, cache)
+        calls = self.open(hidden, slots, cache)
         made = self.fused.run(modules, hidden, slots, cache, parents)
         if made is not None:
             cache.advance(slots, num_rows)
@@ -278,7 +278,7 @@ class Target:
         slots, inner = range(start, self.num_layers), sorted({depth for depth in depths if depth > start})
         states = {start: hidden}
         if cache.width in (None, 1) and num_logits is None and slots:  # width 1 pads nothing
-            self._open(hidden, slots, cache)
+            self.open(hidden, slots, cache)
             made = self.fused.finish(hidden, slots, cache, parents, inner)
             if made is not None:
                 cache.advance(slots, hidden.shape[1])
@@ -359,7 +359,7 @@ class Target:
             decoder, past_key_values=inputs.pop("past_key_values", DynamicCache()), use_cache=True, **inputs
         )
 
-    def _open(self, hidden: Tensor, slots: range, cache: KVCache) -> LayerCalls:
+    def open(self, hidden: Tensor, slots: range, cache: KVCache) -> LayerCalls:
         """Begin a pass of the rows ``hidden`` through layers that hold equally many; how those are called."""
         first, num_rows = cache.lengths[slots.start], hidden.shape[1]
         if any(cache.lengths[slot] != first for slot in slots):

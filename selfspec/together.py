@@ -1,0 +1,60 @@
+"""Several texts decoded at once: each by the loop of `decode`, their passes of the target run together.
+
+A batch reads the target's weights once for all its texts, and a text comes out as it would alone. A pass takes a few
+rows for next to nothing; texts fill them themselves, and what they leave goes to tokens that are looked up. The exit
+drafts again where a text is left alone: beside a single other one its drafts cost what they bring (docs/LOG.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.decode import DecodeState, judge, rows_of, scored_of, start
+from selfspec.drafter import Drafter
+from selfspec.rows import finish_together
+from selfspec.target import Target
+
+MOST_TOGETHER = 32  # texts under way; the next one begins where one ends
+CHEAP_ROWS = 6  # of a pass of the CPU's kernels, which the texts under way share
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """One of several."""
+
+    number: int
+    drafter: Drafter
+    state: DecodeState
+
+
+@torch.no_grad()
+def decode_together(target: Target, texts: Sequence[tuple[Drafter, DecodeState]]) -> Iterator[tuple[int, list[int]]]:
+    """Decode all; yields a text's number and the tokens that a cycle emits of it, its prompt's pass first."""
+    waiting = [Text(number, drafter, state) for number, (drafter, state) in enumerate(texts)][::-1]
+    alive: list[Text] = []
+    while waiting or alive:
+        while waiting and len(alive) < MOST_TOGETHER:
+            text = waiting.pop()
+            yield text.number, start(target, text.drafter, text.state)
+            alive += [] if text.state.done else [text]
+        yield from _cycle(target, alive)
+        alive = [text for text in alive if not text.state.done]
+
+
+def _cycle(target: Target, texts: Sequence[Text]) -> Iterator[tuple[int, list[int]]]:
+    """One cycle of each."""
+    for text in texts:
+        text.state.room = max(CHEAP_ROWS // len(texts) - 1, 0) if len(texts) > 1 else None
+    drafts = [text.drafter.propose(text.state) for text in texts]
+    rows = [
+        rows_of(target, text.state, draft, text.drafter.exit_head) for text, draft in zip(texts, drafts, strict=True)
+    ]
+    made = finish_together(target, rows)
+    for text, draft, entered, (logits, states) in zip(texts, drafts, rows, made, strict=True):
+        state = text.state
+        scored = scored_of(target, entered, logits, states, draft, text.drafter.exit_head)
+        verdict = judge(state, draft, scored)
+        emitted = state.commit(draft, verdict, scored)
+        state.stats.record(draft.num_drafted, int(verdict.num_accepted[0]), len(emitted))
+        yield text.number, emitted

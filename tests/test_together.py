@@ -1,0 +1,193 @@
+"""Texts decoded together: their passes are one, and every text is bit for bit what it is alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import EarlyExitModel, together
+from selfspec.cache import KVCache
+from selfspec.decode import DecodeState
+from selfspec.drafter import NoDrafter
+from selfspec.rows import Rows, finish_together
+from selfspec.sampling import NonFiniteLogitsError
+from selfspec.target import Target
+from selfspec.together import decode_together
+from selfspec.verify import Draft
+from tests.conftest import generate, new_state, prompt_of, random_parents, shallow_target_of, target_of
+from tests.test_batches import batch_of
+
+pytest.importorskip("numba")
+SIZES = {"hidden_size": 64, "intermediate_size": 112, "vocab_size": 192, "head_dim": 16}  # that the kernels take
+LENGTHS = (12, 5, 9, 1, 30)
+
+
+def target(dtype: torch.dtype = torch.float32) -> Target:
+    return shallow_target_of("llama", dtype, **SIZES)
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> EarlyExitModel:
+    return EarlyExitModel.from_target(target(dtype).base, [2, 4])
+
+
+def passes(monkeypatch: pytest.MonkeyPatch, target: Target) -> list[int]:
+    """How many texts each joint pass has, as they are run."""
+    counts, run = list[int](), target.fused.finish_together
+    monkeypatch.setattr(target.fused, "finish_together", lambda texts, *a: counts.append(len(texts)) or run(texts, *a))
+    return counts
+
+
+def one_by_one(model: EarlyExitModel, monkeypatch: pytest.MonkeyPatch, *args: Any, **settings: Any) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_goes_together", lambda *_: False)
+        return model.generate(*args, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [
+    {}, {"temperature": 0.9, "top_k": 40, "seed": 3}, {"draft": "off"}, {"draft": "lookup"}, {"exit": "layer-4"},
+    {"draft_width": 3, "temperature": 1.0, "seed": 1}, {"min_new_tokens": 20, "eos_token_id": [40, 41, 42, 43]},
+    {"repetition_penalty": 1.3}, {"acceptance": "rejection"}, {"exit": "layer-4", "cascade": "layer-2"},
+])  # fmt: skip
+def test_a_batch_is_its_texts_alone(dtype, settings, monkeypatch):
+    """Ragged prompts, rows that end early, trees, siblings of a cascade: the same sequences, by shared passes."""
+    model = model_of(dtype)
+    ids, mask = batch_of(*LENGTHS)
+    settings = {"max_new_tokens": 24, "attention_mask": mask, "eos_token_id": [50, 60], "pad_token_id": 0, **settings}
+    alone = one_by_one(model, monkeypatch, ids, **settings)
+    counts = passes(monkeypatch, model.target)
+    out = model.generate(ids, **settings)
+    assert torch.equal(out.sequences, alone.sequences)
+    assert (out.stats.num_tokens, out.stats.num_emitted) == (alone.stats.num_tokens, alone.stats.num_emitted)
+    assert max(counts) == len(LENGTHS)
+    assert len(counts) <= 2 * 24
+
+
+def test_sampling_under_rejection_goes_one_by_one(monkeypatch):
+    """There a text depends on what was drafted, and a batch drafts less."""
+    model, counts = model_of(), []
+    monkeypatch.setattr(model.target.fused, "finish_together", lambda *_: counts.append(1))
+    ids, mask = batch_of(4, 7)
+    model.generate(ids, attention_mask=mask, max_new_tokens=6, temperature=1.0, seed=2, acceptance="rejection")
+    assert not counts
+
+
+def test_texts_draft_into_what_a_pass_has_room_for(monkeypatch):
+    """Five draft nothing, two or three look tokens up, the last one drafts by its exit, behind rows unseen by it."""
+    model, drafted = model_of(), dict[int, set[tuple[int, bool]]]()
+    commit, alive = DecodeState.commit, [5]
+
+    def spy(state: DecodeState, draft: Draft, *args: Any) -> list[int]:
+        drafted.setdefault(alive[0], set()).add((draft.num_drafted, draft.taps is not None))
+        return commit(state, draft, *args)
+
+    monkeypatch.setattr(DecodeState, "commit", spy)
+    cycle = together._cycle
+    monkeypatch.setattr(together, "_cycle", lambda t, texts: alive.__setitem__(0, len(texts)) or cycle(t, texts))
+    settings = {"draft_len": 4, "exit": "layer-2", "prompt_lookup_num_tokens": 6}
+    prompts = [torch.tensor([prompt_of(6, seed) * 3]) for seed in range(5)]
+    counts = [10, 20, 40, 60, 80]
+    each = [model.prepare(ids, max_new_tokens=n, **settings) for ids, n in zip(prompts, counts, strict=True)]
+    for _ in decode_together(model.target, each):
+        pass
+    for (_, state), ids, n in zip(each, prompts, counts, strict=True):
+        assert state.tokens == model.generate(ids, max_new_tokens=n, **settings).sequences[0].tolist()
+    assert drafted[5] == drafted[4] == {(0, False)}
+    assert max(drafted[3]) == (1, False)
+    assert max(drafted[2]) == (2, False)
+    assert (4, True) in drafted[1]
+
+
+def test_texts_wait_where_too_many_come(monkeypatch):
+    model = model_of()
+    ids, mask = batch_of(12, 5, 9, 7, 3)
+    settings = {"max_new_tokens": 12, "attention_mask": mask, "eos_token_id": [50, 60, 70]}
+    alone = one_by_one(model, monkeypatch, ids, **settings)
+    monkeypatch.setattr(together, "MOST_TOGETHER", 2)
+    counts = passes(monkeypatch, model.target)
+    assert torch.equal(model.generate(ids, **settings).sequences, alone.sequences)
+    assert max(counts) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_states_and_caches_of_a_pass_are_those_alone(dtype, threads, monkeypatch):
+    """Chains and trees of 1 to 9 rows that enter at layers 0, 2 and 3, behind prefixes of other lengths."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    made = target(dtype)
+    generator = torch.Generator().manual_seed(0)
+
+    def texts() -> list[Rows]:
+        found = []
+        for number, (start, rows, length) in enumerate([(2, 3, 20), (0, 1, 5), (3, 9, 33), (0, 4, 1), (2, 1, 11)]):
+            cache = KVCache(made.num_layers, 48 + 8 * number)
+            made.run_layers(made.embed(torch.tensor([prompt_of(length)])), 0, made.num_layers, cache)
+            hidden = torch.randn(1, rows, 64, generator=generator.manual_seed(number)).to(dtype)
+            cache.advance(range(start), rows)
+            found.append(Rows(hidden, start, cache, (4, 6), random_parents(rows, number) if number % 2 == 0 else None))
+        return found
+
+    with torch.no_grad():
+        alone, held = [], texts()
+        for rows in held:
+            logits, states = rows.finish(made)
+            alone.append((logits.clone(), states))
+        beside = texts()
+        made_together = finish_together(made, beside)
+    for (logits, states), (ours, kept), one, other in zip(alone, made_together, held, beside, strict=True):
+        assert torch.equal(logits, ours)
+        assert all(torch.equal(states[depth], kept[depth]) for depth in (4, 6))
+        assert one.cache.lengths == other.cache.lengths
+        for layer, stop in enumerate(one.cache.lengths):
+            pair = [rows.cache.tensors(layer, one.hidden, 2, 16) for rows in (one, other)]
+            assert all(torch.equal(mine[:, :, :stop], theirs[:, :, :stop]) for mine, theirs in zip(*pair, strict=True))
+
+
+def test_where_no_kernel_runs_texts_take_turns():
+    plain = target_of("gpt2")
+    prompts = [prompt_of(length) for length in (6, 3, 9)]
+    states = [new_state(plain, prompt, 8) for prompt in prompts]
+    for _ in decode_together(plain, [(NoDrafter(), state) for state in states]):
+        pass
+    assert [state.tokens for state in states] == [generate(plain, NoDrafter(), p, 8).tokens for p in prompts]
+
+
+def test_an_error_in_one_text_ends_all_and_leaves_the_model_as_it_was(monkeypatch):
+    model = model_of()
+    ids, mask = batch_of(12, 5, 9)
+    before = model.generate(ids, attention_mask=mask, max_new_tokens=8).sequences
+    commit, calls = DecodeState.commit, []
+
+    def broken(state: DecodeState, *args: Any) -> list[int]:
+        calls.append(1)
+        if len(calls) == 5:
+            raise NonFiniteLogitsError("planted")
+        return commit(state, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeState, "commit", broken)
+        with pytest.raises(NonFiniteLogitsError):
+            model.generate(ids, attention_mask=mask, max_new_tokens=8)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8).sequences, before)
+
+
+def test_no_room_names_the_batch(monkeypatch):
+    model = model_of()
+    ids, mask = batch_of(12, 5, 9)
+    error = torch.OutOfMemoryError("out of memory\n at length")
+    monkeypatch.setattr(together, "finish_together", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(MemoryError, match=r"batch of 3 and 13 of 16 tokens.*pass fewer prompts at once") as caught:
+        model.generate(ids, attention_mask=mask, max_new_tokens=4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_call_refuses_texts_that_it_has_no_room_for():
+    made = target()
+    with torch.no_grad():
+        cache, larger = KVCache(made.num_layers, 32), KVCache(made.num_layers, 64)
+        like = torch.zeros(1, 2, 64)
+        plans = [made.fused.plan(made.layers, like, range(made.num_layers), held) for held in (cache, larger)]
+        with pytest.raises(ValueError, match="4 rows and 32 slots"):
+            plans[0].call(4).run(torch.zeros(1, 4, 64), [plan.call(2) for plan in plans])
+        with pytest.raises(ValueError, match="5 rows"):
+            plans[1].call(5).run(torch.zeros(1, 5, 64), [plan.call(2) for plan in plans])
