@@ -54,14 +54,12 @@ def _prompts(model: EarlyExitModel, tasks: str, longest: int) -> Texts:
 
 
 def _measured(model: EarlyExitModel, prompts: Texts, max_new_tokens: int, rounds: int) -> dict[str, Any]:
-    methods: dict[str, Callable[[], tuple[float, Texts]]] = {
-        name: partial(_timed, write, prompts)
-        for name, write in {
-            TOGETHER: partial(_ours, model, max_new_tokens),
-            ALONE: lambda given: [_ours(model, max_new_tokens, [prompt])[0] for prompt in given],
-            PEER: partial(_theirs, model, max_new_tokens),
-        }.items()
+    writers: dict[str, Callable[[Texts], Texts]] = {
+        TOGETHER: partial(_ours, model, max_new_tokens),
+        ALONE: lambda given: [_ours(model, max_new_tokens, [prompt])[0] for prompt in given],
+        PEER: partial(_theirs, model, max_new_tokens),
     }
+    methods: dict[str, Callable[[], Any]] = {name: partial(_timed, write, prompts) for name, write in writers.items()}
     made = interleave(methods, rounds)
     texts = {name: found[-1][1] for name, found in made.items()}
     rates = {name: [sum(map(len, answers)) / seconds for seconds, answers in found] for name, found in made.items()}
