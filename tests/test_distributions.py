@@ -202,8 +202,9 @@ class TableTarget:
         return hidden
 
     def finish(
-        self, hidden: Tensor, start: int, cache: KVCache, depths: Sequence[int], _: object, num_logits: int | None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self, hidden: Tensor, start: int, cache: KVCache, depths: Sequence[int] = (), parents: object = None,
+        num_logits: int | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         self.run_layers(hidden, start, 2, cache)
         logits = P_LOGITS[hidden[..., 0].long()]
         return logits if num_logits is None else logits[:, -num_logits:], dict.fromkeys([start, *depths], hidden)
