@@ -158,6 +158,20 @@ def _suits_torch(x: Tensor, weight: Tensor, rows: int) -> bool:
     return x.dim() == 3 and x.shape[0] > 1 and x.dtype == torch.float32 and rows > 12 and not is_tall
 
 
+def takes_prompts(x: Tensor) -> bool:
+    """Whether the CPU's kernels run a prompt's rows ``x`` quicker than torch: they do in pairs of bfloat16.
+
+    Not where there are tiles (AMX), which only torch's products use.
+    """
+    kernels = cpu_kernels(x.device)
+    return kernels is not None and kernels.HAS_PAIRS and x.dtype == torch.bfloat16 and not _has_tiles()
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
 def bfloat16_is_fast() -> bool:
     """Whether bfloat16 is the quick dtype on this CPU: by its instructions, or by our products."""
     return _has_bfloat16() or implementation("cpu") == "cpu"

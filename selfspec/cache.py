@@ -209,6 +209,15 @@ class KVCache:
         self.pads = pads
         self.plans.clear()
 
+    def begin_like(self, other: "KVCache", length: int) -> None:
+        """Take over what ``other`` holds of positions before ``length``."""
+        for layer, (keys, values) in enumerate(zip(other._keys, other._values, strict=True)):
+            if keys is not None and values is not None:
+                own = self.tensors(layer, keys, keys.shape[1], keys.shape[3], values.shape[3])
+                for mine, theirs in zip(own, (keys, values), strict=True):
+                    mine[:, :, :length] = theirs[:, :, :length]
+        self.lengths = [min(held, length) for held in other.lengths]
+
     def first(self, num_sequences: int) -> "KVCache":
         """The first sequences alone, over the same memory; a pass over them counts for all."""
         part = KVCache(

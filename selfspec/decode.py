@@ -209,10 +209,14 @@ def _depths(exit_head: ExitHead | None) -> tuple[int, ...]:
     return () if exit_head is None else (*exit_head.tap_layers, *exit_head.recall_layers)
 
 
-def prefill(target: Target, state: DecodeState, exit_head: ExitHead | None) -> Scored:
-    """Run the prompt through the whole stack; logits of its last position."""
-    ids = torch.tensor([state.tokens], device=state.device)
-    rows = Rows(target.embed(ids), 0, state.cache, _depths(exit_head))
+def prefill(target: Target, state: DecodeState, exit_head: ExitHead | None, stop: int | None = None) -> Scored:
+    """Run the prompt, or its tokens before ``stop``, through the whole stack; logits of the last position.
+
+    What the cache holds of it is not run again.
+    """
+    first = state.cache.lengths[target.num_layers - 1]
+    ids = torch.tensor([state.tokens[first:stop]], device=state.device)
+    rows = Rows(target.embed(ids, first), 0, state.cache, _depths(exit_head))
     made = target.finish(rows.hidden, 0, state.cache, rows.depths, num_logits=1)
     return scored_of(target, rows, *made, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2), exit_head)
 
@@ -247,20 +251,26 @@ def judge(state: DecodeState, draft: Draft, scored: Scored) -> Verdict:
 
 def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     """Run the prompt and emit the first token; returns it."""
-    head = drafter.exit_head
-    if head is not None and head.recall_layers:
-        width = target.hidden_size * len(head.recall_layers)
-        state.recall = torch.zeros(1, 1, width, dtype=target.dtype, device=state.device)  # position 0 recalls nothing
-    scored = prefill(target, state, head)
-    num_prompt = len(state.tokens)
+    head, num_prompt = drafter.exit_head, len(state.tokens)
+    scored = read(target, drafter, state)
     require_finite(scored.logits, num_prompt - 1)
     scores = state.scores(scored.logits, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2))
     token = state.draw(scores(0, []), depth=0)
-    state._keep(scored, list(range(num_prompt)))
     state.emit([token])
     if head is not None and not state.done:
         head.catch_up(target, state)
     return [token]
+
+
+def read(target: Target, drafter: Drafter, state: DecodeState, stop: int | None = None) -> Scored:
+    """Run the prompt as `prefill` does, and keep what it leaves."""
+    head = drafter.exit_head
+    if head is not None and head.recall_layers and state.recall is None:
+        width = target.hidden_size * len(head.recall_layers)
+        state.recall = torch.zeros(1, 1, width, dtype=target.dtype, device=state.device)  # position 0 recalls nothing
+    scored = prefill(target, state, head, stop)
+    state._keep(scored, list(range(len(state.tokens[scored.first : stop]))))
+    return scored
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from selfspec.target import Target
 
 logger = logging.getLogger(__name__)
+PROMPT_ROWS = 24  # of a prompt, run at once: a layer's room stays in the processor's cache (docs/LOG.md)
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,17 @@ class FusedLayers:
         self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None
     ) -> Tensor | None:
         """`Target.run_modules` without what it counts; None where this pass is not for the kernel."""
-        plan = self._plan_for(modules, hidden, slots, cache)
+        is_prompt = parents is None and dispatch.takes_prompts(hidden)
+        plan = self._plan_for(modules, hidden, slots, cache, hidden.shape[1] if is_prompt else dispatch.FEW_ROWS)
         if plan is None:
             return None
-        place = _placed(plan, hidden.shape[1], cache.lengths[slots.start], parents)
-        made = plan.call(hidden.shape[1])(hidden, *place)
-        return made.to(hidden.dtype, copy=True)
+        if parents is not None or hidden.shape[1] <= PROMPT_ROWS:
+            return _run(plan, hidden, cache.lengths[slots.start], parents)
+        made, first = list[Tensor](), cache.lengths[slots.start]
+        for rows in hidden.split(PROMPT_ROWS, dim=1):
+            made.append(_run(plan, rows, first, None))
+            first += rows.shape[1]
+        return torch.cat(made, dim=1)
 
     def finish(
         self, hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None, depths: Sequence[int]
@@ -145,9 +151,11 @@ class FusedLayers:
         by_text = [] if logits is None else list(logits.split(sizes, dim=1))
         return by_text, [note.split(sizes, dim=1) for note in notes]
 
-    def _plan_for(self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
+    def _plan_for(
+        self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache, most: int = dispatch.FEW_ROWS
+    ) -> "_Plan | None":
         is_single = hidden.shape[0] == 1 and cache.pads is None
-        if not is_single or hidden.shape[1] > dispatch.FEW_ROWS or torch.is_grad_enabled() or not modules:
+        if not is_single or hidden.shape[1] > most or torch.is_grad_enabled() or not modules:
             return None
         return self.plan(modules, hidden, slots, cache)
 
@@ -250,6 +258,12 @@ class FusedLayers:
 @functools.cache
 def _notice_float8() -> None:
     logger.warning("the CPU's kernels do not take keys and values in float8: layers run by their modules, slower")
+
+
+def _run(plan: _Plan, hidden: Tensor, first: int, parents: Sequence[int] | None) -> Tensor:
+    """States [1, R, D] behind the plan's layers of rows in slots ``first`` and on."""
+    rows = hidden.shape[1]
+    return plan.call(rows)(hidden, *_placed(plan, rows, first, parents)).to(hidden.dtype, copy=True)
 
 
 def _placed(plan: _Plan, rows: int, first: int, parents: Sequence[int] | None) -> tuple[int, list[int], Tensor | None]:

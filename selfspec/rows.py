@@ -64,3 +64,10 @@ def _side_by_side(target: "Target", texts: Sequence[Rows]) -> list[Made] | None:
     for rows in texts:
         rows.cache.advance(range(rows.start, target.num_layers), rows.hidden.shape[1])
     return list(zip(logits, states, strict=True))
+
+
+def num_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all begin with, the last one of each left out: its row gives a text its first token."""
+    first, last = min(map(list, prompts)), max(map(list, prompts))  # in the order of their tokens
+    most = min(map(len, prompts)) - 1
+    return next((i for i in range(most) if first[i] != last[i]), most)

@@ -6,16 +6,20 @@ drafts again where a text is left alone: beside a single other one its drafts co
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from selfspec.decode import DecodeState, judge, rows_of, scored_of, start
+from selfspec.cache import KVCache
+from selfspec.decode import DecodeState, judge, read, rows_of, scored_of, start
 from selfspec.drafter import Drafter
-from selfspec.rows import finish_together
+from selfspec.kernels import dispatch
+from selfspec.rows import finish_together, num_shared
 from selfspec.target import Target
 
 MOST_TOGETHER = 32  # texts under way; the next one begins where one ends
+LEAST_SHARED = 8  # tokens that all prompts must begin with to be run once
 CHEAP_ROWS = 6  # of a pass of the CPU's kernels, which the texts under way share
 
 
@@ -32,14 +36,46 @@ class Text:
 def decode_together(target: Target, texts: Sequence[tuple[Drafter, DecodeState]]) -> Iterator[tuple[int, list[int]]]:
     """Decode all; yields a text's number and the tokens that a cycle emits of it, its prompt's pass first."""
     waiting = [Text(number, drafter, state) for number, (drafter, state) in enumerate(texts)][::-1]
-    alive: list[Text] = []
+    alive, shared = list[Text](), _Shared.of(target, waiting)
     while waiting or alive:
         while waiting and len(alive) < MOST_TOGETHER:
             text = waiting.pop()
+            if shared is not None:
+                shared.begin(text.state)
             yield text.number, start(target, text.drafter, text.state)
             alive += [] if text.state.done else [text]
         yield from _cycle(target, alive)
         alive = [text for text in alive if not text.state.done]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all prompts begin with, run once: its rows in a cache, and the deep states that the next row recalls."""
+
+    cache: KVCache
+    length: int
+    recall: Tensor | None
+
+    @classmethod
+    def of(cls, target: Target, texts: Sequence[Text]) -> "_Shared | None":
+        """Runs it; None where it is short, or where a prompt's bits depend on how it is divided."""
+        prompts = [text.state.tokens for text in texts]
+        length = num_shared(prompts) if len(prompts) > 1 else 0
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
+        is_one_exit = len({text.drafter.exit_head for text in texts}) == 1
+        if length < LEAST_SHARED or not is_one_exit or not dispatch.takes_prompts(like) or not target.fused.is_in_use:
+            return None
+        head, state = texts[0].drafter.exit_head, replace(texts[0].state, backlog=[])
+        read(target, texts[0].drafter, state, length)
+        if head is not None:
+            head.catch_up(target, state)
+        return cls(state.cache, length, state.recall)
+
+    def begin(self, state: DecodeState) -> None:
+        """Have a text that was not begun go on behind it."""
+        if state.cache is not self.cache:
+            state.cache.begin_like(self.cache, self.length)
+        state.recall = self.recall
 
 
 def _cycle(target: Target, texts: Sequence[Text]) -> Iterator[tuple[int, list[int]]]:

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import EarlyExitModel, together
 from selfspec.cache import KVCache
-from selfspec.decode import DecodeState
-from selfspec.drafter import NoDrafter
+from selfspec.decode import DecodeState, start
+from selfspec.drafter import ChainDrafter, NoDrafter
+from selfspec.kernels import dispatch
 from selfspec.rows import Rows, finish_together
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.target import Target
@@ -16,9 +18,11 @@ from selfspec.together import decode_together
 from selfspec.verify import Draft
 from tests.conftest import generate, new_state, prompt_of, random_parents, shallow_target_of, target_of
 from tests.test_batches import batch_of
+from tests.test_fused_draft import exit_of
 
 pytest.importorskip("numba")
 SIZES = {"hidden_size": 64, "intermediate_size": 112, "vocab_size": 192, "head_dim": 16}  # that the kernels take
+EXACT = {"rtol": 0.0, "atol": 0.0}
 LENGTHS = (12, 5, 9, 1, 30)
 
 
@@ -119,12 +123,12 @@ def test_logits_states_and_caches_of_a_pass_are_those_alone(dtype, threads, monk
 
     def texts() -> list[Rows]:
         found = []
-        for number, (start, rows, length) in enumerate([(2, 3, 20), (0, 1, 5), (3, 9, 33), (0, 4, 1), (2, 1, 11)]):
+        for number, (begin, rows, length) in enumerate([(2, 3, 20), (0, 1, 5), (3, 9, 33), (0, 4, 1), (2, 1, 11)]):
             cache = KVCache(made.num_layers, 48 + 8 * number)
             made.run_layers(made.embed(torch.tensor([prompt_of(length)])), 0, made.num_layers, cache)
             hidden = torch.randn(1, rows, 64, generator=generator.manual_seed(number)).to(dtype)
-            cache.advance(range(start), rows)
-            found.append(Rows(hidden, start, cache, (4, 6), random_parents(rows, number) if number % 2 == 0 else None))
+            cache.advance(range(begin), rows)
+            found.append(Rows(hidden, begin, cache, (4, 6), random_parents(rows, number) if number % 2 == 0 else None))
         return found
 
     with torch.no_grad():
@@ -191,3 +195,73 @@ def test_a_call_refuses_texts_that_it_has_no_room_for():
             plans[0].call(4).run(torch.zeros(1, 4, 64), [plan.call(2) for plan in plans])
         with pytest.raises(ValueError, match="5 rows"):
             plans[1].call(5).run(torch.zeros(1, 5, 64), [plan.call(2) for plan in plans])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"draft": "off"}, {"temperature": 1.0, "seed": 4}])
+@pytest.mark.parametrize("num_own", [(9, 1, 30, 4), (0, 7, 3, 1)])
+def test_what_all_prompts_begin_with_is_run_once(dtype, settings, num_own, monkeypatch):
+    """70 tokens for 4 texts, one of which may have no more; texts, drafts and what each cache holds are those alone."""
+    monkeypatch.setattr(dispatch, "takes_prompts", lambda _: True)
+    model, shared, seen = model_of(dtype), prompt_of(70, 8), list[int]()
+    each = [[*shared, *prompt_of(count, seed, 180)] for seed, count in enumerate(num_own)]
+    rows = [torch.tensor(prompt) for prompt in each]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    settings = {"attention_mask": mask, "max_new_tokens": 10, "exit": "layer-4", **settings}
+    alone = one_by_one(model, monkeypatch, ids, **settings)
+    embed = model.target.embed
+    monkeypatch.setattr(model.target, "embed", lambda tokens, *a: seen.append(tokens.numel()) or embed(tokens, *a))
+    assert torch.equal(model.generate(ids, **settings).sequences, alone.sequences)
+    num_shared = 70 if min(num_own) else 69  # the last token of the shortest prompt is its own
+    prompts = sum(len(prompt) for prompt in each) - (len(each) - 1) * num_shared
+    assert seen[0] == num_shared
+    assert sum(seen[: 1 + len(each)]) == prompts
+
+
+def test_the_exit_goes_on_behind_what_was_shared_as_if_it_had_seen_it_alone(monkeypatch):
+    """Keys, values and recalled states behind a prompt, of the exit's block too."""
+    monkeypatch.setattr(dispatch, "takes_prompts", lambda _: True)
+    with torch.no_grad():
+        made, head = exit_of()
+    prompts = [[*prompt_of(40, 8), *prompt_of(count, count)] for count in (5, 9)]
+
+    def begun() -> list[tuple[ChainDrafter, DecodeState]]:
+        return [(ChainDrafter(made, head, 2), new_state(made, prompt, 9)) for prompt in prompts]
+
+    alone, beside = begun(), begun()
+    with torch.no_grad():
+        for drafter, state in alone:
+            start(made, drafter, state)
+        cycles = decode_together(made, beside)
+        assert [next(cycles)[1] for _ in beside] == [state.tokens[-1:] for _, state in alone]
+    for (_, one), (_, other) in zip(alone, beside, strict=True):
+        assert torch.equal(one.recall, other.recall)
+        assert one.cache.lengths == other.cache.lengths
+        for layer, stop in enumerate(one.cache.lengths):
+            pair = [state.cache.tensors(layer, one.recall, 2, 16) for state in (one, other)]
+            is_own = layer >= made.num_layers  # the block's inputs come from torch's products, whose bits may differ
+            for mine, theirs in zip(*pair, strict=True):
+                torch.testing.assert_close(mine[:, :, :stop], theirs[:, :, :stop], **({} if is_own else EXACT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_by_the_kernels_is_the_same_however_it_is_divided(dtype, monkeypatch):
+    """100 rows at once, in 7 and 93, in ones and a tree's worth: states and caches bit for bit."""
+    monkeypatch.setattr(dispatch, "takes_prompts", lambda _: True)
+    made, ids, found = target(dtype), torch.tensor([prompt_of(100)]), []
+    with torch.no_grad():
+        for sizes in ([100], [7, 93], [1] * 100, [64, 36], [25, 24, 51]):
+            cache, states = KVCache(made.num_layers, 104), []
+            for part in ids.split(sizes, dim=1):
+                states.append(made.run_layers(made.embed(part), 0, made.num_layers, cache))
+            held = [t[:, :, :100] for i in range(made.num_layers) for t in cache.tensors(i, states[0], 2, 16)]
+            found.append([torch.cat(states, dim=1), *held])
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        monkeypatch.setattr(dispatch, "cpu_kernels", lambda _: None)
+        made.notice_changes()
+        by_modules = made.run_layers(made.embed(ids), 0, made.num_layers, KVCache(made.num_layers, 104))
+    made.notice_changes()
+    gap = (found[0][0].float() - by_modules.float()).norm() / by_modules.float().norm()
+    assert gap < (1e-5 if dtype == torch.float32 else 0.05)  # roundings of six layers

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import KVCache
+from selfspec.rows import num_shared
 from selfspec.target import Target
 
 CHUNK = 16  # slots of prompts that are run together; a prompt joins in the chunk where it begins
@@ -92,7 +93,7 @@ class _Notes:
 
     def read(self, prompts: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
         """Run ``prompts``, the longest first, through the target: the logits [B, V] of their last tokens."""
-        longest, shared, device = len(prompts[0]), _num_shared(prompts), self.target.device
+        longest, shared, device = len(prompts[0]), num_shared(prompts), self.target.device
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         ids, rows = torch.tensor(padded, device=device), torch.arange(len(prompts), device=device)  # [B, T], [B]
         pads = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -123,10 +124,3 @@ class _Notes:
         states = {depth: held[row, begin:stop] for depth, held in self.states.items()}
         tokens: list[int] = self.tokens[row, :num_tokens].tolist()
         return Written(tokens, states, self.log_sums[row, :num_tokens], self.argmaxes[row, :num_tokens])
-
-
-def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, their last ones left out."""
-    first, last = min(map(list, prompts)), max(map(list, prompts))  # in the order of their tokens
-    num = min(map(len, prompts)) - 1
-    return next((i for i in range(num) if first[i] != last[i]), num)
