@@ -1,5 +1,6 @@
 """What the parts of a cycle cost on this machine: timed in place, methods in turn, medians."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,13 +26,17 @@ NUM_ROWS = (1, 2, 3, 4, 5, 6)  # of the passes that are timed
 
 
 def interleave(methods: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Results of every method, run in turn ``rounds`` times after a warm-up, the order rotated."""
+    """Results of every method, run in turn ``rounds`` times after a warm-up, each time in another order.
+
+    Not rotated: what a method finds in the processor's caches would then always be the same one's leavings.
+    """
     results: dict[str, list[Any]] = {name: [] for name in methods}
     for method in methods.values():
         method()
-    names = list(methods)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+    names, chance = list(methods), random.Random(0)
+    for _ in range(rounds):
+        chance.shuffle(names)
+        for name in names:
             results[name].append(methods[name]())
     return results
 

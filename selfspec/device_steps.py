@@ -98,7 +98,7 @@ class Passes:
         self.calls.require_windows()
 
     def run(self, layers: range, hidden: Tensor, first: Tensor, tree: Tree | None = None) -> Tensor:
-        """`Target.run_layers` of rows ``hidden`` [1, R, D] from ``first`` [1] on; in exact mode as many as ever."""
+        """`Target.run_layers` of rows ``hidden`` [B, R, D] from ``first`` [1] on; in exact mode as many as ever."""
         if not layers:
             return hidden
         num_rows = hidden.shape[1]
@@ -113,7 +113,8 @@ class Passes:
         num_layers, width = self.target.num_layers, self.cache.width
         num_rows = hidden.shape[1]
         is_exact = width is not None and slots.start < num_layers
-        place = Place(first, num_rows, self.cache.capacity, width=width if is_exact else None, tree=tree)
+        place = Place(first, num_rows, self.cache.capacity, width=width if is_exact else None, tree=tree,
+                      pads=self.cache.pads)  # fmt: skip
         by_layer = self.calls.at(place, self.target.device)
         self.cache.open_at(first + torch.arange(num_rows, device=first.device))
         return self.target.call_modules(modules, hidden, slots, by_layer, self.cache)
@@ -121,7 +122,7 @@ class Passes:
     def finish(
         self, hidden: Tensor, start: int, first: Tensor, depths: Sequence[int], tree: Tree | None
     ) -> tuple[Tensor, Tensor | None]:
-        """`Target.finish` likewise: logits [1, R, V] in float32, and the states at ``depths`` side by side."""
+        """`Target.finish` likewise: logits [B, R, V] in float32, and the states at ``depths`` side by side."""
         states = {start: hidden}
         for depth in sorted({*depths, self.target.num_layers}):
             states[depth] = hidden = self.run(range(start, depth), hidden, first, tree)

@@ -125,8 +125,8 @@ class Engine:
             return "a model that several processes hold together"
         if not self.target.is_plain_embed:
             return f"{self.target.family}: its embedding needs to know positions"
-        if _hooked(self.target.base) is not None:
-            return f"{_hooked(self.target.base)} has hooks"
+        if hooked(self.target.base) is not None:
+            return f"{hooked(self.target.base)} has hooks"
         return None
 
     def _key(self, drafter: Drafter, state: DecodeState, is_captured: bool) -> Key:
@@ -170,7 +170,7 @@ class Engine:
         self._addresses |= found
 
 
-def _hooked(base: nn.Module) -> str | None:
+def hooked(base: nn.Module) -> str | None:
     """A module of the model that calls others whenever it runs, which a replayed graph would not."""
     for name, module in base.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):

@@ -115,4 +115,4 @@ def row_view(
     words = words_of(ancestors).to(positions.device).repeat(num_sequences, 1)
     if not isinstance(first, Tensor):
         first = torch.full((num_sequences,), first, device=positions.device)
-    return RowView(first, words, positions, window, pads, width)
+    return RowView(first.expand(num_sequences), words, positions, window, pads, width)

@@ -36,7 +36,7 @@ class Text:
 def decode_together(target: Target, texts: Sequence[tuple[Drafter, DecodeState]]) -> Iterator[tuple[int, list[int]]]:
     """Decode all; yields a text's number and the tokens that a cycle emits of it, its prompt's pass first."""
     waiting = [Text(number, drafter, state) for number, (drafter, state) in enumerate(texts)][::-1]
-    alive, shared = list[Text](), _Shared.of(target, waiting)
+    alive, shared = list[Text](), _Shared.of(target, waiting[::-1])
     while waiting or alive:
         while waiting and len(alive) < MOST_TOGETHER:
             text = waiting.pop()

@@ -6,15 +6,20 @@ leaves the batch. What all prompts begin with is run once, and of the rest hardl
 Shapes: B prompts, b sequences under way, T slots, S tokens of a row, A tokens of an answer, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from selfspec.cache import KVCache
+from selfspec.device_steps import Passes
+from selfspec.engine import capture, hooked, mode_for
 from selfspec.rows import num_shared
 from selfspec.target import Target
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 16  # slots of prompts that are run together; a prompt joins in the chunk where it begins
 
@@ -50,19 +55,22 @@ def write_batch(
     notes = _Notes(target, depths, size, cache.capacity)
     logits = notes.read(prompts, cache)  # [b, V]
     rows = torch.arange(size, device=target.device)
-    num_tokens = torch.zeros_like(rows)
+    num_tokens, alive = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+    replayed = _Replayed.of(target, cache)
     for step in range(max_new_tokens):
         tokens = sample(logits, temperatures, generator)  # [b]
         notes.tokens[rows, step], notes.argmaxes[rows, step] = tokens, logits.argmax(-1)
         notes.log_sums[rows, step] = logits.logsumexp(-1)
-        num_tokens[rows] += 1
-        alive = ~torch.isin(tokens, eos)
-        if not alive.all():
+        num_tokens[rows] += alive
+        alive &= ~torch.isin(tokens, eos)
+        num_alive = int(alive.sum())
+        if not num_alive or step + 1 == max_new_tokens:
+            break
+        if num_alive <= (len(rows) - 1 if replayed is None else len(rows) // 2):  # each size is another graph
             rows, tokens, temperatures = rows[alive], tokens[alive], temperatures[alive]
             cache.select(alive.nonzero()[:, 0])
-        if not len(rows) or step + 1 == max_new_tokens:
-            break
-        logits = notes.run(tokens[:, None], cache, rows)
+            alive = alive[alive]
+        logits = notes.run(tokens[:, None], cache, rows, replayed)
     written = [notes.of(i, longest - len(prompt), longest, int(num_tokens[i])) for i, prompt in enumerate(prompts)]
     return [written[order.index(i)] for i in range(size)]
 
@@ -79,6 +87,56 @@ def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> 
         draws = torch.rand(len(total), 1, generator=generator, device=logits.device) * total[:, -1:]
         tokens[warm] = torch.searchsorted(total, draws, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens
+
+
+class _Replayed:
+    """A step of all sequences with nothing to ask the host: on a GPU one graph, captured for each size of the batch."""
+
+    def __init__(self, target: Target, is_captured: bool) -> None:
+        self.target, self.is_captured = target, is_captured
+        self._cache: KVCache | None = None
+        self._size = 0
+        self._step: Callable[[], None]
+
+    @classmethod
+    def of(cls, target: Target, cache: KVCache) -> "_Replayed | None":
+        """None where steps are plain calls: on a CPU, and where a graph would miss what the target does."""
+        mode = mode_for(target.device)
+        if mode == "off" or target.is_split or not target.is_plain_embed or hooked(target.base) is not None:
+            return None
+        try:
+            target.calls_for(cache).require_windows()
+        except NotImplementedError:
+            return None
+        return cls(target, mode == "graphs")
+
+    def __call__(self, ids: Tensor, cache: KVCache, depths: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits [b, 1, V] and states [b, 1, D] of ``ids`` [b, 1], which stand until the next step."""
+        first = cache.lengths[0]
+        if self._cache is not cache or self._size != len(ids):
+            self._prepare(ids, cache, depths)
+        self._ids.copy_(ids)
+        self._first.fill_(first)
+        self._step()
+        cache.advance(range(self.target.num_layers), 1)
+        return self._logits, dict(zip(sorted(depths), self._states.split(self.target.hidden_size, dim=-1), strict=True))
+
+    def _prepare(self, ids: Tensor, cache: KVCache, depths: Sequence[int]) -> None:
+        passes, order = Passes(self.target, cache), sorted(depths)
+        self._cache, self._size = cache, len(ids)
+        self._ids, self._first = ids.clone(), torch.full((1,), cache.lengths[0], device=ids.device)
+
+        def step() -> None:
+            self._logits, states = passes.finish(self.target.embed(self._ids), 0, self._first, order, None)
+            self._states = self._logits[..., :0] if states is None else states
+
+        self._step = step
+        if self.is_captured:
+            try:
+                self._step = capture(step)
+            except RuntimeError as error:  # whatever an operation that cannot be captured raises
+                self.is_captured = False
+                logger.warning("steps run as plain calls, slower: %s", " ".join(str(error).split()))
 
 
 class _Notes:
@@ -109,11 +167,14 @@ class _Notes:
             logits = self.run(ids[:count, begin:stop], cache.first(count), rows[:count])
         return logits
 
-    def run(self, ids: Tensor, cache: KVCache, rows: Tensor) -> Tensor:
+    def run(self, ids: Tensor, cache: KVCache, rows: Tensor, replayed: "_Replayed | None" = None) -> Tensor:
         """Run ``ids`` [b, R], the sequences ``rows`` [b], through the target: the logits [b, V] of the last ones."""
         first = cache.lengths[0]
-        hidden = self.target.embed(ids, first, pads=cache.pads)
-        logits, states = self.target.finish(hidden, 0, cache, list(self.states), num_logits=1)
+        if replayed is None:
+            hidden = self.target.embed(ids, first, pads=cache.pads)
+            logits, states = self.target.finish(hidden, 0, cache, list(self.states), num_logits=1)
+        else:
+            logits, states = replayed(ids, cache, list(self.states))
         for depth, held in self.states.items():
             held[rows, first : first + ids.shape[1]] = states[depth]
         return logits[:, 0]
