@@ -77,6 +77,12 @@ def cpu_attention(device: torch.device) -> Any:
     return importlib.import_module(f"{__package__}.cpu_attention") if implementation(device) == "cpu" else None
 
 
+def load(device: torch.device) -> None:
+    """Compile what decoding on ``device`` needs, or take it from disk, so that no cycle has to wait for it."""
+    for module in (cpu_kernels, cpu_draft, cpu_sample):
+        module(device)
+
+
 def worth_of_a_row(device: torch.device) -> float:
     """The chance that a draft needs for a row of the verify pass: about what a row costs, in passes (docs/LOG.md)."""
     kernels = cpu_kernels(device)

@@ -27,6 +27,7 @@ from selfspec.drafter import Drafter
 from selfspec.drafting import drafter_for
 from selfspec.engine import Engine
 from selfspec.exits import ExitHead
+from selfspec.kernels import dispatch
 from selfspec.policy import Policies
 from selfspec.pretrained import load_target_model
 from selfspec.stats import DecodeStats
@@ -258,6 +259,7 @@ class EarlyExitModel:
         if exact is None:  # with float8 keys too: what rounds to another one of 256 numbers is no near-tie
             exact = options.is_float8 or is_exact_by_default(self.target.dtype)
         self.target.notice_changes()
+        dispatch.load(self.target.device)
         drafter, num_drafts = drafter_for(self, options, exact)
         width = self._exact_width(num_drafts, options.is_float8) if exact else None
         max_length = settings.max_length(self.target, generation, prompt)

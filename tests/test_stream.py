@@ -7,7 +7,8 @@ import torch
 
 from selfspec import EarlyExitModel
 from selfspec.cache import KVCache
-from tests.conftest import prompt_of, shallow_target_of
+from selfspec.kernels import dispatch
+from tests.conftest import prompt_of, shallow_target_of, target_of
 
 PROMPT = torch.tensor([prompt_of(12)])
 
@@ -35,3 +36,15 @@ def test_no_room_is_said_in_one_line_and_leaves_the_model_usable(model, monkeypa
         with pytest.raises(RuntimeError, match="something else"):
             model.generate(PROMPT, max_new_tokens=8)
     assert torch.equal(model.generate(PROMPT, max_new_tokens=24).sequences, before)
+
+
+def test_kernels_are_compiled_before_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a user's first text would be slow for a reason that has nothing to do with decoding."""
+    model, loaded = EarlyExitModel.from_target(target_of("llama").base, [2]), list[str]()
+    for name in ("cpu_kernels", "cpu_draft", "cpu_sample"):
+        monkeypatch.setattr(dispatch, name, lambda _, name=name: loaded.append(name))
+    dispatch.load(model.target.device)
+    assert loaded == ["cpu_kernels", "cpu_draft", "cpu_sample"]
+    monkeypatch.setattr(dispatch, "load", lambda device: loaded.append(str(device)))
+    model.prepare(torch.tensor([prompt_of(4)]), max_new_tokens=2)
+    assert loaded[3:] == ["cpu"]
