@@ -47,4 +47,4 @@ def test_kernels_are_compiled_before_the_clock_runs(monkeypatch: pytest.MonkeyPa
     assert loaded == ["cpu_kernels", "cpu_draft", "cpu_sample"]
     monkeypatch.setattr(dispatch, "load", lambda device: loaded.append(str(device)))
     model.prepare(torch.tensor([prompt_of(4)]), max_new_tokens=2)
-    assert loaded[3:] == ["cpu"]
+    assert loaded[3:].count("cpu") == 1
