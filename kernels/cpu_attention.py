@@ -101,8 +101,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
     batch, heads, rows, width = q.shape
     groups, slots, threads = k.shape[1], k.shape[2], num_threads()
     dtype, q, mask = q.dtype, q.float().contiguous(), mask.contiguous()
-    made = torch.empty(batch, heads, rows, width)
-    scores = torch.empty(threads, heads // groups * rows, slots + BLOCK)
+    made = torch.empty(batch, heads, rows, width, dtype=torch.float32)
+    scores = torch.empty(threads, heads // groups * rows, slots + BLOCK, dtype=torch.float32)
     scales = np.array([scale], dtype=np.float32)
     record = np.array([
         q.data_ptr(), k.data_ptr(), v.data_ptr(), mask.data_ptr(), made.data_ptr(), scores.data_ptr(),

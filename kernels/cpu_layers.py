@@ -253,7 +253,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [..., R, I] times ``weight`` [O, I] transposed, plus ``bias`` [O], in their dtype: [..., R, O]."""
     (count, size), threads = weight.shape, num_threads()
     wide, added = x.float().contiguous(), None if bias is None else bias.float()
-    y, room = torch.empty(*x.shape[:-1], count), torch.empty(threads, x.numel(), dtype=torch.bfloat16)
+    y, room = (
+        torch.empty(*x.shape[:-1], count, dtype=torch.float32),
+        torch.empty(threads, x.numel(), dtype=torch.bfloat16),
+    )
     record = np.array([
         wide.data_ptr(), weight.data_ptr(), 0 if added is None else added.data_ptr(), y.data_ptr(),
         x.numel() // size, size, count, weight.dtype == torch.float32, threads, room.data_ptr(),
@@ -307,10 +310,18 @@ class LayerCall:
         private = rows * max(size, shape.mlp_width, heads * width) // 2 + rows * size
         private += rows * heads // groups * (2 * width + capacity + SLOTS) + LANES * (width + 1)
         private = -(-private // LANES) * LANES  # each thread's begins where a line of the processor's cache does
-        self._states, self._shared = torch.empty(1, rows, size), torch.empty(shared)
-        self._private, self._places = torch.empty(self.threads, private), np.zeros(rows, dtype=np.int64)
+        self._states, self._shared = (
+            torch.empty(1, rows, size, dtype=torch.float32),
+            torch.empty(shared, dtype=torch.float32),
+        )
+        self._private, self._places = (
+            torch.empty(self.threads, private, dtype=torch.float32),
+            np.zeros(rows, dtype=np.int64),
+        )
         self._scalars = np.array([shape.scale, shape.eps], dtype=np.float32)
-        self.notes = torch.empty(len(noted), 1, rows, size)  # states behind the noted layers, of the last call
+        self.notes = torch.empty(
+            len(noted), 1, rows, size, dtype=torch.float32
+        )  # states behind the noted layers, of the last call
         self._notes = np.zeros(len(layers), dtype=np.int64)
         for note, number in zip(self.notes, noted, strict=True):
             self._notes[number - 1] = note.data_ptr()

@@ -138,9 +138,9 @@ class KVCache:
     def logits_room(self, num_rows: int, num_tokens: int) -> Tensor:
         """Where a pass may put its logits, [1, R, V] in float32."""
         if self.keeps_logits or num_rows > MOST_SHARED:
-            return torch.empty(1, num_rows, num_tokens)
+            return torch.empty(1, num_rows, num_tokens, dtype=torch.float32)
         if self._logits is None or self._logits.shape[2] != num_tokens:
-            self._logits = torch.empty(1, MOST_SHARED, num_tokens)
+            self._logits = torch.empty(1, MOST_SHARED, num_tokens, dtype=torch.float32)
         return self._logits[:, :num_rows]
 
     def advance(self, layers: range, num_rows: int) -> None:
@@ -207,6 +207,12 @@ class KVCache:
             [_spread(t, pads, self.lengths[0]) for t in ts] for ts in (self._keys, self._values)
         )
         self.pads = pads
+        self.plans.clear()
+
+    def release(self) -> None:
+        """Give the memory back: the text is at its end."""
+        self._keys, self._values = [None] * len(self.lengths), [None] * len(self.lengths)
+        self._logits = None
         self.plans.clear()
 
     def begin_like(self, other: "KVCache", length: int) -> None:

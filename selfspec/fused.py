@@ -85,14 +85,20 @@ class FusedLayers:
 
     def forget(self) -> None:
         """Look at the modules again: weights may have moved, hooks come or gone. Called where a text begins."""
-        self._addresses.clear()
+        self._addresses = {}
         self._head = None
         self._age += 1
 
     @property
     def is_in_use(self) -> bool:
         """Whether passes over all of the target's layers run here."""
-        return all(self._find(layer) is not None for layer in self.target.layers) and self._table(0) is not None
+        layers = self.target.layers
+        return all(self._find(layer) is not None for layer in layers) and self._table(range(len(layers))) is not None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the final norm and the vocabulary run here, too."""
+        return self._head_weights() is not None
 
     def run(
         self, modules: Sequence[nn.Module], hidden: Tensor, slots: range, cache: KVCache, parents: Sequence[int] | None
@@ -188,7 +194,7 @@ class FusedLayers:
         return None if any(map(is_hooked, modules)) else cache.plans[key]
 
     def _make_plan(self, modules: Sequence[nn.Module], like: Tensor, slots: range, cache: KVCache) -> "_Plan | None":
-        found, tables = [self._find(module) for module in modules], self._table(slots.start)
+        found, tables = [self._find(module) for module in modules], self._table(slots)
         layers = [f for f in found if f is not None]
         if tables is None or len(layers) < len(found) or any(layer.shape != layers[0].shape for layer in layers):
             return None
@@ -201,18 +207,25 @@ class FusedLayers:
         return _Plan(shape, words, *tables, keys.shape[2], keys.dtype, layers, kernels, len(tables[0]) - 1)
 
     def _find(self, module: nn.Module) -> _Addresses | None:
-        if id(module) not in self._addresses:
-            self._addresses[id(module)] = self._read(module)
-        return self._addresses[id(module)]
+        held = self._addresses  # another thread's refused generation may replace it
+        if id(module) not in held:
+            held[id(module)] = self._read(module)
+        return held[id(module)]
 
-    def _table(self, slot: int) -> tuple[Tensor, Tensor] | None:
-        """Rotary tables [S, W] that layer ``slot`` is called with; None where it sees more or less than the prefix."""
+    def _table(self, slots: range) -> tuple[Tensor, Tensor] | None:
+        """Rotary tables [S, W] that layers ``slots`` are called with; None where they see more or less than the prefix,
+        or have different ones.
+        """
         if self.target.calls is None:
             return None
-        arguments = self.target.calls.table[min(slot, self.target.num_layers - 1)][1]
-        rule, rotary = arguments.get("attention_mask"), arguments.get("position_embeddings")
-        if not isinstance(rule, MaskRule) or not rule.is_causal or not isinstance(rotary, tuple):
-            return None
+        calls = [self.target.calls.table[min(slot, self.target.num_layers - 1)][1] for slot in slots]
+        rotary = calls[0].get("position_embeddings")
+        for arguments in calls:
+            rule = arguments.get("attention_mask")
+            if not isinstance(rule, MaskRule) or not rule.is_causal:
+                return None
+            if not isinstance(rotary, tuple) or arguments.get("position_embeddings") is not rotary:
+                return None
         if self._tables is None or self._tables[0] is not rotary:
             cos, sin = (part[0].float().contiguous() for part in rotary)
             self._tables = (rotary, cos, sin)

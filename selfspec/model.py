@@ -194,7 +194,9 @@ class EarlyExitModel:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         stats, rows = DecodeStats(), list[list[int]]()
-        if len(each) > 1 and all(self._goes_together(*one) for one in each):
+        # criteria of the user's own may count on seeing one text after another
+        is_plain = all(type(criterion).__module__.startswith("transformers.") for criterion in criteria)
+        if len(each) > 1 and is_plain and all(self._goes_together(*one) for one in each):
             rows = run_together(self, each, stats)
             each = []
         while each:  # a row's cache goes with it
@@ -213,7 +215,8 @@ class EarlyExitModel:
 
     def _goes_together(self, drafter: Drafter, state: DecodeState) -> bool:
         """Whether a text's passes may run with others': as plain calls, bit for bit what they are alone."""
-        is_kernel = self.target.fused.is_in_use and state.cache.width in (None, 1) and not state.cache.is_float8
+        fused = self.target.fused
+        is_kernel = fused.is_in_use and fused.has_head and state.cache.width in (None, 1) and not state.cache.is_float8
         # drafts are fewer then, which under `rejection` makes another text; processors may remember what they saw
         is_alike = (state.rule == "coupled" or state.sampling.is_greedy) and not state.processors
         return is_kernel and is_alike and not self.engine.takes(drafter, state)

@@ -45,6 +45,9 @@ def decode_together(target: Target, texts: Sequence[tuple[Drafter, DecodeState]]
             yield text.number, start(target, text.drafter, text.state)
             alive += [] if text.state.done else [text]
         yield from _cycle(target, alive)
+        for text in alive:
+            if text.state.done and (shared is None or text.state.cache is not shared.cache):
+                text.state.cache.release()
         alive = [text for text in alive if not text.state.done]
 
 
@@ -63,7 +66,10 @@ class _Shared:
         length = num_shared(prompts) if len(prompts) > 1 else 0
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         is_one_exit = len({text.drafter.exit_head for text in texts}) == 1
-        if length < LEAST_SHARED or not is_one_exit or not dispatch.takes_prompts(like) or not target.fused.is_in_use:
+        is_divisible = all(not t.state.cache.is_float8 and t.state.cache.width in (None, 1) for t in texts)
+        if length < LEAST_SHARED or not is_one_exit or not is_divisible:
+            return None
+        if not dispatch.takes_prompts(like) or not target.fused.is_in_use:
             return None
         head, state = texts[0].drafter.exit_head, replace(texts[0].state, backlog=[])
         read(target, texts[0].drafter, state, length)

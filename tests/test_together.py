@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import StoppingCriteriaList
 
 from selfspec import EarlyExitModel, together
 from selfspec.cache import KVCache
-from selfspec.decode import DecodeState, start
+from selfspec.decode import DecodeState, decode, start
 from selfspec.drafter import ChainDrafter, NoDrafter
 from selfspec.kernels import dispatch
 from selfspec.rows import Rows, finish_together
@@ -16,7 +17,7 @@ from selfspec.sampling import NonFiniteLogitsError
 from selfspec.target import Target
 from selfspec.together import decode_together
 from selfspec.verify import Draft
-from tests.conftest import generate, new_state, prompt_of, random_parents, shallow_target_of, target_of
+from tests.conftest import build_model, generate, new_state, prompt_of, random_parents, shallow_target_of, target_of
 from tests.test_batches import batch_of
 from tests.test_fused_draft import exit_of
 
@@ -265,3 +266,75 @@ def test_a_prompt_by_the_kernels_is_the_same_however_it_is_divided(dtype, monkey
     made.notice_changes()
     gap = (found[0][0].float() - by_modules.float()).norm() / by_modules.float().norm()
     assert gap < (1e-5 if dtype == torch.float32 else 0.05)  # roundings of six layers
+
+
+def test_another_default_dtype_changes_nothing():
+    """What the kernels write to is float32, whatever torch makes when it is not told."""
+    model, (ids, mask) = model_of(torch.bfloat16), batch_of(12, 5)
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+    before = model.generate(ids, **settings).sequences
+    torch.set_default_dtype(torch.float64)  # a narrower one would write beyond the end
+    try:
+        assert torch.equal(model.generate(ids, **settings).sequences, before)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_of_which_some_have_windows_are_left_to_their_modules(family):
+    windows = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 3}
+    model = EarlyExitModel.from_target(build_model(family, **SIZES, **windows), [2])
+    ids = torch.tensor([prompt_of(150)])
+    theirs = model.base.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert not model.target.fused.is_in_use
+    assert torch.equal(model.generate(ids, max_new_tokens=8).sequences, theirs)
+
+
+def test_memory_of_a_text_goes_with_its_end():
+    model = model_of()
+    each = [model.prepare(torch.tensor([prompt_of(6, n)]), max_new_tokens=4) for n in range(4)]
+    for _ in decode_together(model.target, each):
+        pass
+    assert [state.cache.num_bytes for _, state in each] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("part", ["norm", "output"])
+def test_where_the_head_is_hooked_texts_go_one_by_one_and_draft(part, monkeypatch):
+    model, (ids, mask) = model_of(), batch_of(12, 5, 9)
+    counts = passes(monkeypatch, model.target)
+    module = model.base.model.norm if part == "norm" else model.base.lm_head
+    handle = module.register_forward_hook(lambda *_: None)
+    drafted = model.generate(ids, attention_mask=mask, max_new_tokens=12).stats.num_drafted
+    handle.remove()
+    assert not counts
+    assert drafted
+
+
+def test_criteria_of_the_users_own_see_one_text_after_another(monkeypatch):
+    model, (ids, mask), lengths = model_of(), batch_of(12, 5), list[int]()
+    counts = passes(monkeypatch, model.target)
+
+    def note(given: torch.Tensor, *_: Any) -> bool:
+        lengths.append(given.shape[1])
+        return False
+
+    model.generate(ids, attention_mask=mask, max_new_tokens=6, stopping_criteria=StoppingCriteriaList([note]))
+    assert not counts
+    assert lengths == sorted(lengths[:6]) + sorted(lengths[6:])
+
+
+def test_float8_caches_share_no_prompt(monkeypatch):
+    monkeypatch.setattr(dispatch, "takes_prompts", lambda _: True)
+    model, texts = model_of(), []
+    for _ in range(2):
+        prompts = [torch.tensor([[*prompt_of(40, 8), *prompt_of(n, n)]]) for n in (5, 9, 3)]
+        each = [model.prepare(p, max_new_tokens=8, kv_cache_dtype="float8", draft="off") for p in prompts]
+        if not texts:
+            for _ in decode_together(model.target, each):
+                pass
+        else:
+            for drafter, state in each:
+                for _ in decode(model.target, drafter, state):
+                    pass
+        texts.append([state.tokens for _, state in each])
+    assert texts[0] == texts[1]
