@@ -224,8 +224,10 @@ class FusedLayers:
             rule = arguments.get("attention_mask")
             if not isinstance(rule, MaskRule) or not rule.is_causal:
                 return None
-            if not isinstance(rotary, tuple) or arguments.get("position_embeddings") is not rotary:
+            if arguments.get("position_embeddings") is not rotary:
                 return None
+        if not isinstance(rotary, tuple):
+            return None
         if self._tables is None or self._tables[0] is not rotary:
             cos, sin = (part[0].float().contiguous() for part in rotary)
             self._tables = (rotary, cos, sin)
