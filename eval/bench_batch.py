@@ -1,7 +1,6 @@
 """Batches timed: prompts answered together, one by one, and by transformers' generate, greedy."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,8 +10,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from selfspec.compare import first_divergence
-from selfspec.costs import interleave
+from selfspec.compare import first_divergence, up_to_end
+from selfspec.costs import clocked, interleave
 from selfspec.eval.tasks import load_questions
 from selfspec.model import EarlyExitModel
 from selfspec.settings import eos_ids
@@ -59,7 +58,9 @@ def _measured(model: EarlyExitModel, prompts: Texts, max_new_tokens: int, rounds
         ALONE: lambda given: [_ours(model, max_new_tokens, [prompt])[0] for prompt in given],
         PEER: partial(_theirs, model, max_new_tokens),
     }
-    methods: dict[str, Callable[[], Any]] = {name: partial(_timed, write, prompts) for name, write in writers.items()}
+    methods: dict[str, Callable[[], Any]] = {
+        name: partial(clocked, partial(write, prompts)) for name, write in writers.items()
+    }
     made = interleave(methods, rounds)
     texts = {name: found[-1][1] for name, found in made.items()}
     rates = {name: [sum(map(len, answers)) / seconds for seconds, answers in found] for name, found in made.items()}
@@ -74,12 +75,6 @@ def _measured(model: EarlyExitModel, prompts: Texts, max_new_tokens: int, rounds
             "same_text": left.count(None), "near_ties": sum(d is not None and d.is_near_tie for d in left),
         },
     }  # fmt: skip
-
-
-def _timed(write: Callable[[Texts], Texts], prompts: Texts) -> tuple[float, Texts]:
-    began = time.perf_counter()
-    texts = write(prompts)
-    return time.perf_counter() - began, texts
 
 
 def _ours(model: EarlyExitModel, max_new_tokens: int, prompts: Texts) -> Texts:
@@ -103,15 +98,13 @@ def _batch(model: EarlyExitModel, prompts: Texts) -> tuple[Tensor, Tensor]:
 def _new_tokens(model: EarlyExitModel, sequences: Tensor, ids: Tensor) -> Texts:
     """Without the prompts, and without what pads the batch behind an end token."""
     ends = eos_ids(model.base.generation_config)
-    rows = sequences[:, ids.shape[1] :].tolist()
-    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+    return [up_to_end(row, ends) for row in sequences[:, ids.shape[1] :].tolist()]
 
 
 def table(held: dict[str, Any]) -> Table:
     """What `run` found, for people."""
-    made = Table(
-        title=f"{held['model']}, {held['dtype']}, {held['threads']} threads: new tokens a second, prompts included"
-    )
+    where = f"{held['model']}, {held['dtype']}, threads: {held['threads']}"
+    made = Table(title=f"{where}; new tokens a second, prompts included")
     for name in ("batch", TOGETHER, ALONE, PEER, "over one by one", "over transformers", "same text as alone"):
         made.add_column(name)
     for batch in held["batches"]:

@@ -7,6 +7,7 @@ Shapes: D hidden, n recalled layers, V_d drafted vocabulary, r rank of the corre
 block has not seen (the last is the tap; behind it a parallel draft has K - 1 more).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from . import cpu_draft_steps as w
 from .cpu_dot import BLOCK, BYTES, HAS_PAIRS, STEP
 from .cpu_layers import LayerCall
 from .cpu_team import call
+
+_floats = functools.partial(torch.empty, dtype=torch.float32)  # whatever torch's default is: kernels go by addresses
 
 
 @dataclass(frozen=True)
@@ -95,21 +98,12 @@ class DraftCall:
         self._maps = np.array([[weight, bias, scales] for (weight, scales), bias in maps], dtype=np.int64)
         rows = draft_len if head.is_one_pass else 1
         most = max(draft_len * draft_width, most_looked)
-        self._taps, self._logits = (
-            torch.empty(1, most + 1, size, dtype=torch.float32),
-            torch.empty(rows, num_vocab, dtype=torch.float32),
-        )
-        self._normed, self._inputs = (
-            torch.empty(threads, rows, size, dtype=torch.float32),
-            torch.empty(0, num_inputs, dtype=torch.float32),
-        )
-        self._room, self._biases = (
-            torch.empty(threads, max(rank, 1), dtype=torch.float32),
-            torch.empty(num_vocab if rank else 0, dtype=torch.float32),
-        )
+        self._taps, self._logits = _floats(1, most + 1, size), _floats(rows, num_vocab)
+        self._normed, self._inputs = _floats(threads, rows, size), _floats(0, num_inputs)
+        self._room, self._biases = _floats(threads, max(rank, 1)), _floats(num_vocab if rank else 0)
         self._packed = torch.empty(0, dtype=torch.bfloat16)  # the most inputs that a product has, a thread
         self._num_packed = max(num_inputs, 2 * size, rank)  # a row
-        self._again = torch.empty(2 * size, dtype=torch.float32) if head.is_recursive and not head.is_one_pass else None
+        self._again = _floats(2 * size) if head.is_recursive and not head.is_one_pass else None
         self._tokens, self._tops = np.zeros(most + 1, dtype=np.int64), np.zeros(draft_len, dtype=np.float32)
         self._trunks, self._branches = np.zeros(most + 1, dtype=np.int64), np.zeros(2 * most, dtype=np.int64)
         self._noise, self._factor = np.zeros((draft_len, 2), dtype=np.int64), np.ones(5, dtype=np.float32)
@@ -148,7 +142,7 @@ class DraftCall:
     def inputs(self, rows: int) -> Tensor:
         """Room for the bridge's inputs, [rows, (1 + n) D] in float32; the tap's part of the last row is filled in."""
         if len(self._inputs) < rows:
-            self._inputs = torch.empty(rows, self.num_inputs, dtype=torch.float32)
+            self._inputs = _floats(rows, self.num_inputs)
             count = max(rows, self.draft_len) * self._num_packed
             self._packed = torch.empty(self.threads, count, dtype=torch.bfloat16)
             self._record[w.INPUTS], self._record[w.PACKED] = self._inputs.data_ptr(), self._packed.data_ptr()

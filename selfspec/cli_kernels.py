@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -71,6 +71,13 @@ def _where(output: Path, device: str | None, dtype: str | None) -> "tuple[torch.
     return place, kind
 
 
+def _written(output: Path, held: dict[str, Any], table: Any) -> None:
+    """Keep what was measured, and show its ``table``."""
+    write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
+    Console(highlight=False, width=160).print(table)
+    typer.echo(f"written to {output}")
+
+
 def bench_kernels(
     output: Annotated[Path, typer.Option(help="Folder of results.json and roofline.png.")] = Path("runs/bench-kernels"),
     device: Device = None,
@@ -91,10 +98,8 @@ def bench_kernels(
             "copy_bandwidth": next(line["copy_bandwidth"] for line in found if "copy_bandwidth" in line),
             "rows": rows, "ratios": ratios(rows), "dtype": dtype, "provenance": provenance(place),
         }  # fmt: skip
-        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         write_atomically(output / "roofline.png", plot_roofline(held))
-        Console(highlight=False, width=160).print(bench_table(held))
-        typer.echo(f"written to {output}")
+        _written(output, held, bench_table(held))
 
 
 def bench_engine(
@@ -116,10 +121,8 @@ def bench_engine(
             "copy_bandwidth": found[0]["copy_bandwidth"], "models": found[1:],
             "dtype": str(kind).removeprefix("torch."), "provenance": provenance(place),
         }  # fmt: skip
-        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
         write_atomically(output / "cost.png", bench.plot(held))
-        Console(highlight=False, width=160).print(bench.table(held))
-        typer.echo(f"written to {output}")
+        _written(output, held, bench.table(held))
 
 
 def bench_batch(
@@ -155,9 +158,7 @@ def bench_batch(
         with Console(stderr=True).status("answering the same batches in turn"):
             held = bench.run(loaded, tasks, counts, max_new_tokens, rounds)
         held["provenance"] = provenance(place)
-        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
-        Console(highlight=False, width=160).print(bench.table(held))
-        typer.echo(f"written to {output}")
+        _written(output, held, bench.table(held))
 
 
 def bench_data(
@@ -191,6 +192,4 @@ def bench_data(
         with Console(stderr=True).status("writing the same batch in turn"):
             held = bench.run(hf_model, tokenizer, prompts, batch_size, max_new_tokens, rounds=rounds)
         held["provenance"] = provenance(place)
-        write_atomically(output / "results.json", json.dumps(held, indent=1).encode() + b"\n")
-        Console(highlight=False, width=160).print(bench.table(held))
-        typer.echo(f"written to {output}")
+        _written(output, held, bench.table(held))

@@ -5,7 +5,7 @@ at a near-tie (L4). The gap is measured on the reference's prefix, in units in t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,11 @@ class Divergence:
     @property
     def is_near_tie(self) -> bool:
         return self.gap_ulp is not None and self.gap_ulp <= NEAR_TIE_ULP
+
+
+def up_to_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """``tokens`` up to the first of ``ends``; what stands behind it only pads a batch."""
+    return list(tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))])
 
 
 def first_divergence(

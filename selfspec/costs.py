@@ -41,6 +41,13 @@ def interleave(methods: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return results
 
 
+def clocked(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that ``call`` takes, and what it makes, which is on the host."""
+    began = time.perf_counter()
+    made = call()
+    return time.perf_counter() - began, made
+
+
 def timed(call: Callable[[], Any]) -> float:
     """Seconds that ``call`` takes, what it left running on a GPU included."""
     _wait()

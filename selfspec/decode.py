@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.cache import KVCache
-from selfspec.drafter import Drafter
+from selfspec.drafter import Drafter, empty_draft
 from selfspec.exits import ExitHead
 from selfspec.rows import Rows
 from selfspec.sampling import (
@@ -218,7 +218,7 @@ def prefill(target: Target, state: DecodeState, exit_head: ExitHead | None, stop
     ids = torch.tensor([state.tokens[first:stop]], device=state.device)
     rows = Rows(target.embed(ids, first), 0, state.cache, _depths(exit_head))
     made = target.finish(rows.hidden, 0, state.cache, rows.depths, num_logits=1)
-    return scored_of(target, rows, *made, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2), exit_head)
+    return scored_of(target, rows, *made, empty_draft(state.device), exit_head)
 
 
 def _embed(target: Target, tokens: Tensor, first: int, parents: list[int] | None) -> Tensor:
@@ -254,7 +254,7 @@ def start(target: Target, drafter: Drafter, state: DecodeState) -> list[int]:
     head, num_prompt = drafter.exit_head, len(state.tokens)
     scored = read(target, drafter, state)
     require_finite(scored.logits, num_prompt - 1)
-    scores = state.scores(scored.logits, Draft(*[torch.zeros(1, 0, dtype=torch.long)] * 2))
+    scores = state.scores(scored.logits, empty_draft(state.device))
     token = state.draw(scores(0, []), depth=0)
     state.emit([token])
     if head is not None and not state.done:

@@ -122,7 +122,7 @@ class FusedLayers:
         """`Target.finish` without what it counts, for layers ``slots`` up to the last; None likewise."""
         head, rows = self._head_weights(), hidden.shape[1]
         plan = None if head is None else self._plan_for(self.target.layers[slots.start :], hidden, slots, cache)
-        if head is None or plan is None or plan.shape.eps != head.eps:
+        if head is None or plan is None:
             return None
         call = plan.call(rows, tuple(depth - slots.start for depth in depths), head)
         logits = cache.logits_room(rows, len(head.vocabulary))
@@ -141,8 +141,6 @@ class FusedLayers:
         plans = [self._plan_for(self.target.layers[slots.start : slots.stop], h, slots, cache) for h, cache, _ in texts]
         found = [plan for plan in plans if plan is not None]
         if len(found) < len(texts) or (slots.stop == self.target.num_layers and head is None):
-            return None
-        if head is not None and found[0].shape.eps != head.eps:
             return None
         sizes, calls = [hidden.shape[1] for hidden, *_ in texts], []
         for plan, (hidden, cache, parents) in zip(found, texts, strict=True):
@@ -166,10 +164,12 @@ class FusedLayers:
         return self.plan(modules, hidden, slots, cache)
 
     def _head_weights(self) -> _HeadWeights | None:
-        """The target's norm and vocabulary; None where they are not plain, or hooked."""
+        """The target's norm and vocabulary; None where they are not plain, not like the layers' norms, or hooked."""
         target, norm, output = self.target, self.target.norm, self.target.output
         if self._head is None:
-            self._head = (_read_head(target),)
+            head, layer = _read_head(target), self._find(target.layers[-1])
+            is_alike = head is not None and layer is not None and layer.shape.eps == head.eps
+            self._head = (head if is_alike else None,)
         return None if is_hooked(norm) or is_hooked(output) else self._head[0]
 
     def plan(

@@ -43,12 +43,9 @@ def decode_together(target: Target, texts: Sequence[tuple[Drafter, DecodeState]]
             if shared is not None:
                 shared.begin(text.state)
             yield text.number, start(target, text.drafter, text.state)
-            alive += [] if text.state.done else [text]
+            alive += _under_way([text], shared)
         yield from _cycle(target, alive)
-        for text in alive:
-            if text.state.done and (shared is None or text.state.cache is not shared.cache):
-                text.state.cache.release()
-        alive = [text for text in alive if not text.state.done]
+        alive = _under_way(alive, shared)
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,14 @@ class _Shared:
         if state.cache is not self.cache:
             state.cache.begin_like(self.cache, self.length)
         state.recall = self.recall
+
+
+def _under_way(texts: Sequence[Text], shared: _Shared | None) -> list[Text]:
+    """Those that have not ended; the others give their memory back, except for what is copied from."""
+    for text in texts:
+        if text.state.done and (shared is None or text.state.cache is not shared.cache):
+            text.state.cache.release()
+    return [text for text in texts if not text.state.done]
 
 
 def _cycle(target: Target, texts: Sequence[Text]) -> Iterator[tuple[int, list[int]]]:

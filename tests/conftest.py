@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import json
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,17 @@ def chat_model() -> EarlyExitModel:
     tokenizer = byte_tokenizer("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
     hf_model = build_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     return EarlyExitModel.from_target(hf_model, exits=[2], tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat model on disk, and prompts for it, of which one is long."""
+    path = tmp_path_factory.mktemp("model")
+    chat_model().base.save_pretrained(path)
+    chat_model().tokenizer.save_pretrained(path)
+    lines = [json.dumps({"prompt": "word " * n}) for n in (3, 1, 200, 7, 2)]
+    (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return path
 
 
 @functools.cache

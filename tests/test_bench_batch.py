@@ -12,23 +12,24 @@ from selfspec.eval import bench_batch as bench
 from tests.conftest import chat_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    chat_model().base.save_pretrained(path)
-    chat_model().tokenizer.save_pretrained(path)
-    lines = [json.dumps({"prompt": "word " * n}) for n in (3, 1, 200, 7, 2)]
-    (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+def arguments(chat_folder: Path, output: Path, sizes: str) -> list[str]:
+    options = [
+        "--model",
+        str(chat_folder),
+        "--output",
+        str(output),
+        "--sizes",
+        sizes,
+        "--exits",
+        "2",
+        "--dtype",
+        "float32",
+    ]
+    return ["bench-batch", str(chat_folder / "prompts.jsonl"), *options, "--max-new-tokens", "6", "--rounds", "1"]
 
 
-def arguments(folder: Path, output: Path, sizes: str) -> list[str]:
-    options = ["--model", str(folder), "--output", str(output), "--sizes", sizes, "--exits", "2", "--dtype", "float32"]
-    return ["bench-batch", str(folder / "prompts.jsonl"), *options, "--max-new-tokens", "6", "--rounds", "1"]
-
-
-def test_the_command_writes_rates_and_compares_texts(folder: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, arguments(folder, tmp_path, "1,3"))
+def test_the_command_writes_rates_and_compares_texts(chat_folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, arguments(chat_folder, tmp_path, "1,3"))
     assert done.exit_code == 0, done.output
     held = json.loads((tmp_path / "results.json").read_text())
     assert [batch["size"] for batch in held["batches"]] == [1, 3]
@@ -42,8 +43,8 @@ def test_the_command_writes_rates_and_compares_texts(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("sizes", "says"), [("1,x", "numbers from 1 on"), ("0", "numbers from 1 on"), ("9", "not 9")])
-def test_sizes_that_cannot_be_are_one_line(folder: Path, tmp_path: Path, sizes: str, says: str) -> None:
-    done = CliRunner().invoke(app, arguments(folder, tmp_path, sizes))
+def test_sizes_that_cannot_be_are_one_line(chat_folder: Path, tmp_path: Path, sizes: str, says: str) -> None:
+    done = CliRunner().invoke(app, arguments(chat_folder, tmp_path, sizes))
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
     assert not (tmp_path / "results.json").exists()

@@ -11,19 +11,9 @@ from selfspec.training import bench
 from tests.conftest import chat_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    chat_model().base.save_pretrained(path)
-    chat_model().tokenizer.save_pretrained(path)
-    lines = [json.dumps({"prompt": "word " * n}) for n in (3, 1, 200, 7, 2)]
-    (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return path
-
-
-def test_the_command_writes_rates_and_a_comparison(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_rates_and_a_comparison(chat_folder: Path, tmp_path: Path) -> None:
     """Both write the same greedy answers in float32 behind prompts of several lengths; figures follow from runs."""
-    options = ["--prompts", str(folder / "prompts.jsonl"), "--model", str(folder), "--output", str(tmp_path)]
+    options = ["--prompts", str(chat_folder / "prompts.jsonl"), "--model", str(chat_folder), "--output", str(tmp_path)]
     settings = ["--batch-size", "4", "--max-new-tokens", "12", "--rounds", "3", "--dtype", "float32", "--device", "cpu"]
     done = CliRunner().invoke(app, ["bench-data", *options, *settings])
     assert done.exit_code == 0, done.output
@@ -62,7 +52,7 @@ def test_an_answer_ends_with_its_end_token_and_a_wrong_one_is_counted(monkeypatc
     assert held["texts"]["largest_gap_ulp"] > 4
 
 
-def test_without_a_prompt_that_is_short_enough_it_says_so(folder: Path) -> None:
+def test_without_a_prompt_that_is_short_enough_it_says_so(chat_folder: Path) -> None:
     model = chat_model()
     with pytest.raises(ValueError, match="no prompt of at most 2 tokens"):
-        bench.run(model.base, model.tokenizer, folder / "prompts.jsonl", max_prompt_tokens=2)
+        bench.run(model.base, model.tokenizer, chat_folder / "prompts.jsonl", max_prompt_tokens=2)

@@ -75,6 +75,16 @@ def test_answers_states_and_sums_are_those_of_plain_steps(family, replays, monke
         assert replays[0] == len(LENGTHS)
 
 
+def test_steps_of_which_no_states_are_kept(replays, monkeypatch):
+    """As a comparison of speeds writes them."""
+    model, prompts = Target(build_model("llama")), [prompt_of(length, length) for length in LENGTHS]
+    ours = write_batch(model, prompts, torch.zeros(len(prompts)), 6, torch.Generator(), ())
+    assert replays
+    monkeypatch.setenv("SELFSPEC_ENGINE", "off")
+    theirs = write_batch(model, prompts, torch.zeros(len(prompts)), 6, torch.Generator(), ())
+    assert [w.answer for w in ours] == [w.answer for w in theirs]
+
+
 def test_sampled_answers_are_the_same_while_nobody_leaves(replays, monkeypatch):
     model = build_model("llama")
     ours = written(model, temperature=1.0)

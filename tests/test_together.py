@@ -292,7 +292,7 @@ def test_layers_of_which_some_have_windows_are_left_to_their_modules(family):
 
 def test_memory_of_a_text_goes_with_its_end():
     model = model_of()
-    each = [model.prepare(torch.tensor([prompt_of(6, n)]), max_new_tokens=4) for n in range(4)]
+    each = [model.prepare(torch.tensor([prompt_of(6, n)]), max_new_tokens=1 + n) for n in range(4)]  # one in its prompt
     for _ in decode_together(model.target, each):
         pass
     assert [state.cache.num_bytes for _, state in each] == [0, 0, 0, 0]

@@ -119,7 +119,8 @@ class _Replayed:
         self._first.fill_(first)
         self._step()
         cache.advance(range(self.target.num_layers), 1)
-        return self._logits, dict(zip(sorted(depths), self._states.split(self.target.hidden_size, dim=-1), strict=True))
+        made = () if self._states is None else self._states.split(self.target.hidden_size, dim=-1)
+        return self._logits, dict(zip(sorted(depths), made, strict=True))
 
     def _prepare(self, ids: Tensor, cache: KVCache, depths: Sequence[int]) -> None:
         passes, order = Passes(self.target, cache), sorted(depths)
@@ -127,8 +128,8 @@ class _Replayed:
         self._ids, self._first = ids.clone(), torch.full((1,), cache.lengths[0], device=ids.device)
 
         def step() -> None:
-            self._logits, states = passes.finish(self.target.embed(self._ids), 0, self._first, order, None)
-            self._states = self._logits[..., :0] if states is None else states
+            hidden = self.target.embed(self._ids)
+            self._logits, self._states = passes.finish(hidden, 0, self._first, order, None)
 
         self._step = step
         if self.is_captured:

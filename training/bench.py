@@ -2,9 +2,8 @@
 
 import os
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.compare import first_divergence
-from selfspec.costs import interleave
+from selfspec.compare import first_divergence, up_to_end
+from selfspec.costs import clocked, interleave
 from selfspec.target import Target
 from selfspec.training.batch import write_batch
 from selfspec.training.data import prompt_ids, read_prompts
@@ -42,7 +41,7 @@ def run(
     target = Target(model)
     ids = _prompts(target, tokenizer, prompts, batch_size, max_prompt_tokens, seed)
     methods: dict[str, Callable[[], Any]] = {
-        name: partial(_timed, make, ids, max_new_tokens) for name, make in _methods(target).items()
+        name: partial(clocked, partial(make, ids, max_new_tokens)) for name, make in _methods(target).items()
     }
     runs = interleave(methods, rounds)
     rates = {name: [sum(map(len, answers)) / seconds for seconds, answers in made] for name, made in runs.items()}
@@ -107,20 +106,9 @@ def _methods(target: Target) -> dict[str, Callable[[Answers, int], Answers]]:
             ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos or None,
             pad_token_id=pad,
         )  # fmt: skip
-        return [_up_to_end(row, eos) for row in sequences[:, longest:].tolist()]
+        return [up_to_end(row, eos) for row in sequences[:, longest:].tolist()]
 
     return {OURS: ours, PEER: peer}
-
-
-def _up_to_end(tokens: list[int], eos: Sequence[int]) -> list[int]:
-    """``tokens`` up to the first end token; what stands behind it only pads the batch."""
-    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))]
-
-
-def _timed(make: Callable[[Answers, int], Answers], prompts: Answers, max_new_tokens: int) -> tuple[float, Answers]:
-    began = time.perf_counter()
-    answers = make(prompts, max_new_tokens)  # ids on the host: nothing is left running on a device
-    return time.perf_counter() - began, answers
 
 
 def _compared(target: Target, prompts: Answers, references: Answers, answers: Answers) -> dict[str, Any]:
