@@ -290,6 +290,17 @@ def test_layers_of_which_some_have_windows_are_left_to_their_modules(family):
     assert torch.equal(model.generate(ids, max_new_tokens=8).sequences, theirs)
 
 
+def test_layers_with_rotary_tables_of_their_own_are_left_to_their_modules():
+    made = Target(build_model("llama", **SIZES))
+    assert made.fused.is_in_use
+    arguments = made.calls.table[4][1]
+    made.calls.table[4] = (
+        (),
+        {**arguments, "position_embeddings": tuple(t * 2 for t in arguments["position_embeddings"])},
+    )
+    assert not made.fused.is_in_use
+
+
 def test_memory_of_a_text_goes_with_its_end():
     model = model_of()
     each = [model.prepare(torch.tensor([prompt_of(6, n)]), max_new_tokens=1 + n) for n in range(4)]  # one in its prompt
